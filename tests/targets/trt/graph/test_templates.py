@@ -13,6 +13,7 @@ from bridge.targets.trt.graph.cached import GraphRequest
 from bridge.targets.trt.graph.float_graph import Graph, plain_bytes
 from bridge.targets.trt.graph.templates.find import ENDING, FOLDER, find_template, member_name, read_family
 from bridge.targets.trt.graph.templates.make import FAMILIES, FORMS, family_of
+from bridge.targets.trt.graph.templates.sizes import read_sizes
 from tests.models.graphs import export_once
 
 # Sizes that are equal are one constant in an export: 2 keys and 2 queries a key, 8 heads and half of a head's width.
@@ -62,7 +63,10 @@ CASES: list[tuple[str, dict[str, Any], str, int]] = [
     ),
     (
         "gemma3_text",
-        {**WIDE, "num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2},
+        {**WIDE, "num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+         "rope_parameters": {
+            "sliding_attention": {"rope_theta": 1e3, "rope_type": "default"},
+            "full_attention": {"rope_theta": 1e5, "rope_type": "linear", "factor": 4.0}}},
         "float32",
         23,
     ),
@@ -114,8 +118,8 @@ def test_a_template_gives_the_bytes_of_an_export(family: str, entries: dict[str,
     theirs, expected = split(export_once(config, task="causal-lm", dtype=dtype, opset=opset))
     assert mine == theirs
     assert frequencies.keys() == expected.keys() != set()
-    for name in expected:  # torch rounds a power, its inverse and a scaling, each to 24 bits
-        np.testing.assert_allclose(frequencies[name], expected[name], rtol=4e-7)
+    for name in expected:  # torch rounds a power, its inverse and a scaling, each to 24 bits: 8e-7 for theta 1e11
+        np.testing.assert_allclose(frequencies[name], expected[name], rtol=1e-6)
 
 
 # What a template does not follow: another graph, or a mistake that whoever builds the model tells.
@@ -141,6 +145,32 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "another cap": ("gemma2", {"attn_logit_softcapping": 30.0}),
     "attention to both sides": ("gemma3_text", {"use_bidirectional_attention": True}),
     "layers in another order": ("gemma3_text", {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}),
+    "two forms of frequencies": (
+        "llama", {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    ),
+    "frequencies of kinds that it has not": ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}),
+    "scaling without a factor": ("llama", {"rope_scaling": {"type": "linear"}}),
+    "a factor in quotes": ("llama", {"rope_scaling": {"type": "linear", "factor": "4"}}),
+    "factors in the wrong order": ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}),
+    "a length that is no whole number": (
+        "llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64.9}},
+    ),
+    "theta of 0": ("llama", {"rope_theta": 0}),
+    "no theta": ("llama", {"rope_theta": None}),
+    "no head width": ("qwen3", {"head_dim": None}),
+    "a word for false": ("llama", {"tie_word_embeddings": "false"}),
+    "a whole number for epsilon": ("llama", {"rms_norm_eps": 1}),
+    "epsilon of 0, which an export leaves out": ("llama", {"rms_norm_eps": 0.0}),
+    "as many last tokens as layers": ("llama", {"eos_token_id": [1, 2, 3]}),
+    "a token in quotes": ("llama", {"eos_token_id": "2"}),
+    "a cap of 0": ("gemma3_text", {"final_logit_softcapping": 0.0}),
+    "a scale of 1, which an export leaves out": ("gemma2", {"query_pre_attn_scalar": 1}),
+    "one theta for both kinds of layers": ("gemma3_text", {"rope_theta": 1e4, "rope_local_base_freq": 1e4}),
+    "frequencies of no kind": ("gemma3_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "the old word for a kind of scaling": ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8.0}}),
+    "scaling by kind": (
+        "gemma3_text", {"rope_scaling": {"full_attention": {"rope_theta": 1e5}, "sliding_attention": {}}},
+    ),
     "scaled windows": (
         "gemma3_text",
         {"num_hidden_layers": 12, "rope_parameters": {
@@ -181,6 +211,39 @@ def test_other_graphs_of_a_family_are_exported(name: str) -> None:
 def test_another_class_of_the_family_is_exported() -> None:
     config = config_of("llama", SMALL) | {"architectures": ["LlamaForSequenceClassification"]}
     assert find_template(request_of(config)) is None
+
+
+FROM_OTHERS = {
+    "_attn_implementation_autoset": True, "do_sample": True, "gradient_checkpointing": False, "mlp_bias": False,
+    "rope_interleaved": False, "temperature": 0.6, "unsloth_fixed": True, "use_mrope": False, "sliding_window": None,
+}  # fmt: skip
+
+
+def test_entries_that_programs_leave_in_configs_change_nothing() -> None:
+    assert find_template(request_of(config_of("llama", SMALL | FROM_OTHERS))) is not None
+
+
+KINDS = {"sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}
+
+
+@pytest.mark.parametrize("full", [{"rope_theta": 1e6}, {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}])
+def test_frequencies_of_each_kind_of_layer_are_followed(full: dict[str, Any]) -> None:
+    entries = {**WIDE, "num_hidden_layers": 12, "rope_parameters": KINDS | {"full_attention": full}}
+    template = find_template(request_of(config_of("gemma3_text", entries)))
+    assert template is not None
+    assert (template.sizes.rope.theta, template.sizes.rope.local) == (1e6, 1e4)
+    assert template.sizes.rope.kind == full.get("rope_type", "default")
+
+
+def test_the_sizes_of_a_sentinel_differ() -> None:
+    for family in map(family_of, FAMILIES):
+        for variant, config in family.sentinels.items():
+            sizes = {number for number in read_sizes(config, family).integers if number > 1}
+            kinds, _, window = variant.partition("-")
+            assert len(sizes) == {"gqa": 10, "mha": 7, "mqa": 7}[kinds] + bool(
+                window
+            )  # by their meaning, others are one
+            assert min(sizes) > 5  # as graphs count
 
 
 def test_a_checkpoint_without_a_weight_is_exported() -> None:

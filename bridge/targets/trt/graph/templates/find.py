@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tarfile
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,7 @@ class Template:
 
     def graph(self, request: GraphRequest) -> tuple[Graph, dict[str, str]]:
         """Return the float graph, and initializer -> checkpoint tensor; {} if the checkpoint lacks one."""
-        with tarfile.open(self.path) as archive:
-            graph, _ = from_plain_bytes(_member(archive, self.member))
+        graph, _ = from_plain_bytes(_members(self.path)[self.member])
         tied = fill(graph.model, self.sentinel, self.sizes)
         weights = {name: name for name, value in graph.model.graph.initializers.items() if value.const_value is None}
         given = {**self.family.defaults, **request.config}
@@ -58,14 +58,13 @@ def find_template(request: GraphRequest) -> Template | None:
     if member not in members:
         return None
     sentinel = read_sizes(family.sentinels[sizes.variant], family)
-    return Template(path, family, sizes, sentinel, member) if sizes.compared == sentinel.kinds else None
+    return Template(path, family, sizes, sentinel, member) if sizes.exported_kinds == sentinel.kinds else None
 
 
 def read_family(path: Path) -> tuple[Family, list[str]]:
     """Read what an archive says of its family, and the names of its graphs."""
-    with tarfile.open(path) as archive:
-        family = Family(**json.loads(_member(archive, ABOUT)))
-        return family, [name for name in archive.getnames() if name != ABOUT]
+    members = _members(path)
+    return Family(**json.loads(members[ABOUT])), [name for name in members if name != ABOUT]
 
 
 def member_name(variant: str, dtype: str, opset: int) -> str:
@@ -74,16 +73,17 @@ def member_name(variant: str, dtype: str, opset: int) -> str:
 
 
 def _path(request: GraphRequest) -> Path | None:
-    """The archive of the request's family; None if it has none, or asks for more than a decoder with a cache."""
-    kind = request.config.get("model_type")
-    whole = request.task == "causal-lm" and request.cache and request.stamp
-    if not whole or request.part or request.pooling or request.stacked:
+    """The archive of the request's family; None if it has none, or the graph is not a decoder's with its cache."""
+    is_plain_decoder = request.task == "causal-lm" and request.cache and not request.part and not request.pooling
+    if not is_plain_decoder or not request.stamp or request.stacked:
         return None
     # looked up in the list, never joined to a path
-    return next((path for path in (mappings() / FOLDER).glob(f"*{ENDING}") if path.name == f"{kind}{ENDING}"), None)
+    name = f"{request.config.get('model_type')}{ENDING}"
+    return next((path for path in (mappings() / FOLDER).glob(f"*{ENDING}") if path.name == name), None)
 
 
-def _member(archive: tarfile.TarFile, name: str) -> bytes:
-    content = archive.extractfile(name)
-    assert content is not None
-    return content.read()
+@lru_cache(maxsize=1)  # a conversion asks twice
+def _members(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as archive:
+        files = ((member.name, archive.extractfile(member)) for member in archive)
+        return {name: file.read() for name, file in files if file}

@@ -20,6 +20,7 @@ from bridge.targets.trt.graph.float_graph import plain_bytes
 from bridge.targets.trt.graph.templates.find import ABOUT, ENDING, FOLDER, member_name
 from bridge.targets.trt.graph.templates.sizes import SIZED, Family, read_sizes
 
+# 437 = 19 * 23 heads, 874 = 2 * 437: transformers wants a multiple. All others, and what follows from them, differ.
 HEADS = {"gqa": 19, "mha": 437, "mqa": 1}  # keys and values of a sentinel
 SENTINEL = {
     "hidden_size": 874, "num_attention_heads": 437, "head_dim": 58, "intermediate_size": 1301, "vocab_size": 1709,
@@ -37,9 +38,10 @@ class Row:
     architecture: str
     heads: tuple[str, ...]
     entries: tuple[dict[str, Any], ...] = ({},)
-    every: int = 1
+    full_every: int = 1
     theta: float = 1e4
-    others: dict[str, list[Any]] = field(default_factory=dict)
+    local_theta: bool = False
+    same_graph: dict[str, list[Any]] = field(default_factory=dict)
 
 
 FAMILIES = {
@@ -48,10 +50,10 @@ FAMILIES = {
     "qwen3": Row("Qwen3ForCausalLM", ("gqa", "mha")),
     "mistral": Row("MistralForCausalLM", ("gqa", "mha"), ({"sliding_window": None}, WINDOW)),
     "gemma": Row(
-        "GemmaForCausalLM", ("mqa", "mha"), others={"hidden_act": ["gelu"], "hidden_activation": [None, TANH]}
+        "GemmaForCausalLM", ("mqa", "mha"), same_graph={"hidden_act": ["gelu"], "hidden_activation": [None, TANH]}
     ),
-    "gemma2": Row("Gemma2ForCausalLM", ("gqa",), (SCALED,), 2, others={"hidden_act": [TANH, "gelu"]}),
-    "gemma3_text": Row("Gemma3ForCausalLM", ("mqa", "gqa"), (SCALED,), 6, 1e6),
+    "gemma2": Row("Gemma2ForCausalLM", ("gqa",), (SCALED,), 2, same_graph={"hidden_act": [TANH, "gelu"]}),
+    "gemma3_text": Row("Gemma3ForCausalLM", ("mqa", "gqa"), (SCALED,), 6, 1e6, local_theta=True),
 }
 # (dtype, opset) that targets ask for: a graph in half precision needs opset 23 once it is quantized
 FORMS = (
@@ -81,14 +83,14 @@ def main() -> None:
 def family_of(name: str) -> Family:
     """The family of a model type, with transformers' defaults and a sentinel for each variant."""
     row = FAMILIES[name]
-    family = Family(row.architecture, defaults_of(name), {}, row.every, row.theta, row.others)
+    family = Family(row.architecture, defaults_of(name), {}, row.full_every, row.theta, row.local_theta, row.same_graph)
     sentinels = {}
     for heads in row.heads:
         for entries in row.entries:
             config = {"model_type": name, "architectures": [row.architecture], **SENTINEL, **entries}
             config |= {"num_key_value_heads": HEADS[heads], "num_hidden_layers": 2}
-            if row.every > 1:
-                kinds = read_sizes({**config, "num_hidden_layers": 2 * row.every}, family).compared
+            if row.full_every > 1:
+                kinds = read_sizes({**config, "num_hidden_layers": 2 * row.full_every}, family).exported_kinds
                 config |= {"layer_types": list(kinds), "num_hidden_layers": len(kinds)}
             sentinels[read_sizes(config, family).variant] = config
     return dataclasses.replace(family, sentinels=sentinels)

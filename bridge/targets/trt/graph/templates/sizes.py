@@ -7,27 +7,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridge.sources.configs.rope import FULL, SLIDING, Rope, rope_of
+from bridge.sources.configs.rope import FULL, SLIDING, Rope
 from bridge.targets.trt.graph.layers import Layers
+from bridge.targets.trt.graph.templates.rotary import read_rope
 
-# Entries of older versions of config.json, in place of `rope_parameters` and `layer_types`.
+# What older versions of config.json have in place of `rope_parameters` (see `rotary`) and `layer_types`.
 OLDER = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"}
-# Entries that no graph follows, beside those that say nothing of the model.
+# No graph depends on these: origins, training, generation.
 WITHOUT_EFFECT = {
-    "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "cache_implementation", "dtype",
-    "eos_token_id", "initializer_range", "max_position_embeddings", "max_window_layers", "model_type", "pad_token_id",
-    "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
+    "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout", "bos_token_id",
+    "cache_implementation", "do_sample", "dtype", "eos_token_id", "gradient_checkpointing", "initializer_range",
+    "max_length", "max_position_embeddings", "max_sequence_length", "max_window_layers", "model_type", "pad_token_id",
+    "pretraining_tp", "temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers.js_config",
+    "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+}  # fmt: skip
+# Values with which these do nothing, in the families that do not know the entry.
+OFF: dict[str, list[Any]] = {
+    "attention_bias": [False], "mlp_bias": [False], "partial_rotary_factor": [1.0], "rope_interleaved": [False],
+    "sliding_window": [None], "use_mrope": [False],
 }  # fmt: skip
 SIZED = {
     "head_dim", "hidden_size", "intermediate_size", "layer_types", "num_attention_heads", "num_hidden_layers",
     "num_key_value_heads", "query_pre_attn_scalar", "rms_norm_eps", "rope_parameters", "sliding_window",
     "tie_word_embeddings", "vocab_size",
 }  # fmt: skip
-ROPES = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}  # kinds of rotary scaling, and the entries of each
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,19 @@ class Family:
     """A family of models with a template.
 
     `defaults`: transformers' own for what config.json leaves out. `sentinels`: variant -> the config that its graphs
-    were exported with, whose sizes are found again because no two are equal. `every`: where `layer_types` is left out,
-    each such layer attends to everything and the others to a window. `theta`: of positions, where the config has none.
-    `others`: entry -> values beside the default with which the graph is the same.
+    were exported with, whose sizes are found again because no two are equal. `full_every`: where `layer_types` is left
+    out, each such layer attends to everything and the others to a window. `theta`: of positions, where the config has
+    none. `local_theta`: whether layers with a window have a theta of their own. `same_graph`: entry -> values beside
+    the default with which the graph is the same.
     """
 
     architecture: str
     defaults: Mapping[str, Any]
     sentinels: Mapping[str, Mapping[str, Any]]
-    every: int = 1
+    full_every: int = 1
     theta: float = 1e4
-    others: Mapping[str, list[Any]] = field(default_factory=dict)
+    local_theta: bool = False
+    same_graph: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Sizes:
     intermediate: int
     vocab: int
     window: int | None
-    scale: float
+    scale: int
     eps: float
     rope: Rope
     context: int
@@ -73,7 +79,7 @@ class Sizes:
         return heads if self.window is None else f"{heads}-window"
 
     @property
-    def compared(self) -> tuple[str, ...]:
+    def exported_kinds(self) -> tuple[str, ...]:
         """The kinds of the layers that an export has: those that it stamps the others from."""
         return tuple(self.kinds[layer] for layer in Layers("", self.kinds).chosen())
 
@@ -94,65 +100,83 @@ class Sizes:
 
 
 def sizes_of(config: Mapping[str, Any], family: Family) -> Sizes | None:
-    """Read the sizes; None if the config has an entry, or a value, that the template does not follow."""
-    for name, value in config.items():
-        if name in WITHOUT_EFFECT or name in OLDER or value in family.others.get(name, ()):
-            continue
-        if name not in family.defaults or not (name in SIZED or _same(value, family.defaults[name])):
-            return None
+    """Read the sizes; None if the config has an entry, or a value, that the template does not follow.
+
+    Whatever is unusual is declined: the export knows what it means, and says what is wrong with it.
+    """
+    if not all(_is_followed(name, value, family) for name, value in config.items()):
+        return None
+    if any(not _is_token(config.get(name), config.get("num_hidden_layers")) for name in TOKENS):
+        return None
     try:
         sizes = read_sizes(config, family)
-        return sizes if _fits(sizes) and _is_plain(config) else None
     except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError):
-        return None  # whoever builds the model says what is wrong with its config
+        return None
+    divides = sizes.hidden % sizes.heads == sizes.heads % sizes.kv_heads == sizes.head_dim % 2 == 0
+    return sizes if divides and sizes.heads > 1 and sizes.head_dim > 2 and sizes.scale > 1 else None
 
 
 def read_sizes(config: Mapping[str, Any], family: Family) -> Sizes:
-    """Read the sizes of a config whose other entries are the template's."""
+    """Read the sizes of a config whose other entries are the template's; ValueError for one of another type."""
     given = {**family.defaults, **config}
     hidden, heads = _whole(given["hidden_size"]), _whole(given["num_attention_heads"])
-    head_dim = hidden // heads if given.get("head_dim") is None else _whole(given["head_dim"])
-    kv_heads = heads if given.get("num_key_value_heads") is None else _whole(given["num_key_value_heads"])
+    head_dim = hidden // heads if _may_be_left_out("head_dim", given, family) else _whole(given["head_dim"])
+    alone = _may_be_left_out("num_key_value_heads", given, family)
     window = given.get("sliding_window") if given.get("use_sliding_window", True) else None
+    eps, tied = given["rms_norm_eps"], given["tie_word_embeddings"]
+    if type(eps) is not float or not 0 < eps < math.inf or type(tied) is not bool:
+        raise ValueError(f"rms_norm_eps {eps!r}, tie_word_embeddings {tied!r}")
     return Sizes(
-        hidden, heads, kv_heads, head_dim, _whole(given["intermediate_size"]), _whole(given["vocab_size"]),
-        None if window is None else _whole(window), float(given.get("query_pre_attn_scalar") or head_dim),
-        float(given["rms_norm_eps"]), rope_of(given, family.theta), _whole(given["max_position_embeddings"]),
-        _kinds(given, family), bool(given["tie_word_embeddings"]),
-    )  # fmt: skip
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads if alone else _whole(given["num_key_value_heads"]),
+        head_dim=head_dim,
+        intermediate=_whole(given["intermediate_size"]),
+        vocab=_whole(given["vocab_size"]),
+        window=None if window is None else _whole(window),
+        scale=_whole(given.get("query_pre_attn_scalar", head_dim)),
+        eps=eps,
+        rope=read_rope(given, family.theta, family.local_theta),
+        context=_whole(given["max_position_embeddings"]),
+        kinds=_kinds(given, family),
+        tied=tied,
+    )
+
+
+def _is_followed(name: str, value: Any, family: Family) -> bool:
+    """Whether the template has what an entry asks for."""
+    if name in WITHOUT_EFFECT or any(_same(value, one) for one in family.same_graph.get(name, [])):
+        return True
+    if name not in family.defaults:
+        return name in OLDER or any(_same(value, one) for one in OFF.get(name, []))
+    return name in SIZED or _same(value, family.defaults[name])
+
+
+def _same(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)
+
+
+def _is_token(value: Any, layers: Any) -> bool:
+    """Whether a token is a number or several; as many as there are layers are taken for one a layer by an export."""
+    ids = value if isinstance(value, list) else [value] if value is not None else []
+    return all(type(one) is int for one in ids) and not (isinstance(value, list) and len(value) == layers)
+
+
+def _may_be_left_out(name: str, given: Mapping[str, Any], family: Family) -> bool:
+    return given.get(name) is None and family.defaults.get(name) is None
 
 
 def _whole(value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"invalid size {value!r}")
     return value
 
 
 def _kinds(given: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     layers, types = _whole(given["num_hidden_layers"]), given.get("layer_types")
     if types is None:
-        every = _whole(given.get("sliding_window_pattern") or family.every)
+        every = _whole(given.get("sliding_window_pattern", family.full_every))
         types = [SLIDING if (layer + 1) % every else FULL for layer in range(layers)]
     if len(types) != layers:
         raise ValueError("layer_types has another number of layers")
     return tuple(types)
-
-
-def _fits(sizes: Sizes) -> bool:
-    """Whether the sizes are those of a model that has what the template has."""
-    rope = sizes.rope
-    known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *ROPES.get(rope.kind, ())}
-    divides = sizes.hidden % sizes.heads == sizes.heads % sizes.kv_heads == sizes.head_dim % 2 == 0
-    several = sizes.heads > 1 and sizes.head_dim > 2
-    return divides and several and rope.kind in ROPES and rope.share == 1 and rope.scaling.keys() <= known
-
-
-def _is_plain(config: Mapping[str, Any]) -> bool:
-    """Whether positions of layers with a window are not scaled."""
-    local = (config.get("rope_parameters") or {}).get(SLIDING) or {}
-    return local.get("rope_type", "default") == "default" and local.keys() <= {"rope_theta", "rope_type"}
-
-
-def _same(value: Any, default: Any) -> bool:
-    """Whether two values of an entry are the same to transformers."""
-    return bool(value == default) or (value in (None, False) and default in (None, False))
