@@ -18,6 +18,7 @@ from bridge.targets.trt.files import DECODER, VISION
 from bridge.targets.trt.genai_config import GENAI
 from bridge.targets.trt.multimodal import MultiModal, MultiModalGenerator
 from tests import once
+from tests.oracles import export_oracle as oracle
 from tests.sweep import seeing
 from tests.sweep.build import build
 
@@ -112,3 +113,27 @@ def test_glm_continues_a_text_with_images_of_two_sizes_as_transformers_does(tmp_
     generator = MultiModalGenerator(MultiModal(tmp_path / "out"))
     generator.look({name: tensor.numpy() for name, tensor in looked.items()})
     assert list(generator.generate(ids[0].tolist(), Settings(tokens=8))) == wanted[0, 24:].tolist()
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("int8_wo", marks=pytest.mark.product), "fp8"])
+def test_a_quantized_qwen_passes_the_verb_verify(scheme: str, tmp_path: Path) -> None:
+    """Against the checkpoint, and the model that ModelOpt quantizes with a calibration with images."""
+    seer = build("Qwen3VLForConditionalGeneration", torch.float32)
+    oracle.save(seer, tmp_path / "model")
+
+    def batch(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(5, 300, (ROWS, 24), generator=generator)
+        ids[:, 4:10] = seer.config.image_token_id
+        kinds = (ids == seer.config.image_token_id).int()
+        tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds}
+        return tokens | seeing.seen(seer, generator)
+
+    data = [batch(seed) for seed in (1, 2, 3)]
+    calibrated = {"data": data} if scheme == "fp8" else {}
+    bridge.convert(tmp_path / "model", "trt", scheme, tmp_path / "out", **calibrated, verify=False, progress=False)
+    report = bridge.verify(tmp_path / "out", tmp_path / "model", data=None if calibrated else data, progress=False)
+    assert report.passed, report
+    far = {row.reference: row.relative_l2 for row in report.parity.outputs}
+    assert far.keys() == ({"source", "modelopt"} if calibrated else {"source"})
+    assert 1e-3 < far["source"] < 0.1 and far.get("modelopt", 0) < far["source"] / 4, far
