@@ -117,6 +117,13 @@ MODELS: dict[str, Callable[[], Any]] = {
         T.Siglip2Config(text_config=_TOWERS["text_config"], vision_config={**_VIT, "num_patches": 25})
     ),
     "vit-masked": lambda: T.ViTForMaskedImageModeling(T.ViTConfig(**_VIT, encoder_stride=8)),
+    "vit-mae": lambda: T.ViTMAEForPreTraining(
+        T.ViTMAEConfig(
+            **_VIT, decoder_hidden_size=64, decoder_intermediate_size=192, decoder_num_hidden_layers=2,
+            decoder_num_attention_heads=8,
+        )
+    ),
+    "vilt": lambda: T.ViltForQuestionAnswering(T.ViltConfig(**_VIT | _TEXT, num_labels=5)),
     "sew": lambda: T.SEWForCTC(T.SEWConfig(**_SPEECH, squeeze_factor=2)),
     "levit": lambda: T.LevitForImageClassification(
         T.LevitConfig(
@@ -171,6 +178,10 @@ def inputs(model: Any, rows: int, seed: int) -> dict[str, torch.Tensor]:
         given = {"input_ids": ids, "attention_mask": mask}
         if getattr(config, "type_vocab_size", 0):
             given["token_type_ids"] = torch.zeros_like(ids)
+    if "Vilt" in type(model).__name__:
+        mask = torch.ones(rows, 24, 48, dtype=torch.long)
+        mask[0, 16:], mask[0, :, 40:] = 0, 0  # a smaller image
+        return given | {"pixel_values": noise(3, 24, 48), "pixel_mask": mask}
     if given and not hasattr(config, "vision_config"):
         return given
     if "Siglip2" in type(model).__name__:
@@ -180,7 +191,9 @@ def inputs(model: Any, rows: int, seed: int) -> dict[str, torch.Tensor]:
     size = getattr(getattr(config, "vision_config", config), "image_size", None) or 224
     height, width = (size, size) if isinstance(size, int) else size
     given["pixel_values"] = noise(3, height, width)
+    patches = (height // config.patch_size) * (width // config.patch_size) if hasattr(config, "patch_size") else 0
+    if "MAE" in type(model).__name__:
+        given["noise"] = torch.rand(rows, patches, generator=generator)
     if type(model).__name__.endswith("MaskedImageModeling"):
-        patches = (height // config.patch_size) * (width // config.patch_size)
         given["bool_masked_pos"] = torch.rand(rows, patches, generator=generator) < 0.4
     return given
