@@ -199,7 +199,7 @@ def _adds_one(norm: Any, known: dict[tuple[type, int], bool]) -> bool:
 
 
 def _examples(model: Any) -> Iterator[Callable[[], dict[str, Any]]]:
-    """The makers of examples: ModelOpt's own first, then those that it lacks: longer texts, a text with an image."""
+    """The makers of examples: ModelOpt's own first, then longer texts, then a text with an image or a sound."""
     if is_diffusion_model(model):
         yield lambda: nested(example_inputs(model))
         return
@@ -208,6 +208,8 @@ def _examples(model: Any) -> Iterator[Callable[[], dict[str, Any]]]:
         yield partial(_example, model, tokens=TEXT)
         if "pixel_values" in inspect.signature(model.forward).parameters:
             yield lambda: _example(model) | _image(model)
+        if hasattr(getattr(model.config, "audio_config", None), "spec_size"):
+            yield lambda: _example(model) | _spectrogram(model)
 
 
 def _example(model: Any, tokens: int = 2) -> dict[str, Any]:
@@ -237,6 +239,13 @@ def _image(model: Any) -> dict[str, Any]:
     size = getattr(vision, "image_size", None) or 224
     height, width = (size, size) if isinstance(size, int) else size
     return {"pixel_values": torch.zeros(1, getattr(vision, "num_channels", 3), height, width, dtype=model.dtype)}
+
+
+def _spectrogram(model: Any) -> dict[str, Any]:
+    """A sound of CLAP: its tower folds long spectrograms into squares."""
+    audio = model.config.audio_config
+    frames = audio.spec_size * (audio.spec_size // audio.num_mel_bins)
+    return {"input_features": torch.zeros(1, 1, frames, audio.num_mel_bins, dtype=model.dtype)}
 
 
 def _features(config: Any) -> tuple[int, int]:
