@@ -104,6 +104,17 @@ def test_bare_models_and_classifiers_are_read(kind: str, tmp_path: Path) -> None
     equal(raw(model, tmp_path), tmp_path / "saved")
 
 
+@pytest.mark.parametrize("kind", ["Glm4Moe", "Dots1"])
+def test_models_with_shared_experts_and_plain_attention_are_read(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 101}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **experts)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16).eval()
+    equal(raw(model, tmp_path), tmp_path / "saved")
+
+
 @pytest.mark.slow
 def test_tied_head_that_the_file_holds_as_well_is_tied(tmp_path: Path) -> None:
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**_config("mixtral"), tie_word_embeddings=True))
