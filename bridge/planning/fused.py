@@ -1,4 +1,4 @@
-"""Find modules that a program joins, and those of them that a recipe keeps.
+"""Find modules that a program joins and a recipe keeps in part.
 
 `names`: what the program holds as one matrix, as `bridge.planning.contracts.Runtime.fused` has it.
 """

@@ -22,6 +22,16 @@ OF_CODES = "quantization_config"  # its group_size may be -1
 
 
 def settle_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
+    """Return `changed_config`; SourceError for NaN, and for sizes that are negative or infinite."""
+    config = changed_config(config, given)
+    if wrong := list(_impossible(config)):
+        raise SourceError(
+            f"config.json: {', '.join(wrong)}: sizes are numbers from 0 on, and nothing is NaN; correct it"
+        )
+    return config
+
+
+def changed_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
     """Return the model's config, changed or replaced by what the caller gave; it must have `architectures`."""
     if isinstance(given, str | Path):
         config = {**(config or {}), **read_json(Path(given), f"config={given}")}
@@ -42,10 +52,6 @@ def settle_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
         raise SourceError(
             f"config.json has no architectures{example}: the model class is unknown; give the class that it was saved "
             f"from: config={given_as}, or --config FILE with that JSON in it"
-        )
-    if wrong := list(_impossible(config)):
-        raise SourceError(
-            f"config.json: {', '.join(wrong)}: sizes are numbers from 0 on, and nothing is NaN; correct it"
         )
     return config
 

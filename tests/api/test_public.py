@@ -56,7 +56,7 @@ SIGNATURES = {
         "sequence=None, field=None, memory=None, partial=None, progress=None, compute=None, workers=None"
     ),
     "verify": "out, against, *, data=None, tokenizer=None, base=None, progress=None",
-    "run": "out, text, *, tokens=64, chat=False, temperature=0.0, seed=0, image=None, stream=None",
+    "run": "out, text, *, tokens=64, chat=False, temperature=0.0, seed=0, image=None, audio=None, stream=None",
     "check": "",
     "sensitivity": (
         "model, quant, data=None, *, target=None, runtime=None, budget=None, fallback=None, method='kl', kv=None, "

@@ -1,4 +1,4 @@
-"""Read what a configuration of Megatron or NeMo declares, to derive a config.json from.
+"""Read what a configuration of Megatron or NeMo declares.
 
 declared = megatron_told("run_config.yaml", read_yaml(text, "run_config.yaml"))
 derived  = hf_config("the/checkpoint", "megatron", declared, specs, given=config)

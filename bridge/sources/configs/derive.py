@@ -15,7 +15,7 @@ from typing import Any
 from bridge.core.errors import SourceError
 from bridge.core.text import number
 from bridge.core.values import TensorSpec
-from bridge.sources.config_json import settle_config
+from bridge.sources.config_json import changed_config
 from bridge.sources.configs.extents import measure, solve
 from bridge.sources.configs.facts import PLAIN, TERMS, Fact, Facts, Given, shown
 from bridge.sources.configs.families import Family, choose, family_of, fields_of, incompatibilities
@@ -93,7 +93,7 @@ def hf_config(
         asks["rope_parameters"] = TERMS["scaling"].format()
     if problems or asks:
         raise _error(where, problems, asks)
-    return Derived(settle_config(_config(family, terms, specs, entries), entries or None), terms)
+    return Derived(changed_config(_config(family, terms, specs, entries), entries or None), terms)
 
 
 def _entries(given: Any) -> Given:
@@ -102,7 +102,7 @@ def _entries(given: Any) -> Given:
         return Given({})
     if isinstance(given, str | Path) and Path(given).is_dir():
         given = Path(given) / "config.json"
-    whole = settle_config({"architectures": ["not given"]}, given)
+    whole = changed_config({"architectures": ["not given"]}, given)
     if whole.get("architectures") == ["not given"]:
         del whole["architectures"]
     entries = {_RENAMED.get(name, name): value for name, value in whole.items() if name != "architectures" or value}

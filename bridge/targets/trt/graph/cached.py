@@ -1,4 +1,4 @@
-"""Export each float graph once and read it from the cache, or fill in the template of its family.
+"""Fill in a template, or export a graph and keep it.
 
 Neither a template nor a graph that is kept needs torch or transformers.
 """

@@ -1,1 +1,1 @@
-"""Float graphs of families that ship: their sizes are filled in, without a framework."""
+"""Float graphs that ship, whose sizes are filled in."""

@@ -1,4 +1,4 @@
-"""The graph of a request from a template, if its family has one."""
+"""The graph of a request from the template of its family."""
 
 from __future__ import annotations
 

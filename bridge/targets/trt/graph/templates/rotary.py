@@ -1,4 +1,4 @@
-"""Rotary settings that templates follow, each form of config.json by the rule that transformers has for it."""
+"""Rotary settings that templates follow, by transformers' rules for each form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between the graphs of one family: sizes, frequencies, and kinds of layers."""
+"""Sizes, frequencies and kinds of layers, which differ within a family."""
 
 from __future__ import annotations
 
