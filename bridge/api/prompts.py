@@ -85,6 +85,8 @@ def _made(
     """The ids of a prompt with files of one kind, "image" or "audio", and what the processor makes of these."""
     of, media = ("images", given["images"]) if kind == "image" else ("sound", given["audio"])
     if chat:
+        if not getattr(processor, "chat_template", None):
+            raise UsageError(f"{directory}: the processor has no chat template; leave out chat (--chat)")
         said = [{"role": "user", "content": [*[{"type": kind}] * len(media), {"type": "text", "text": text}]}]
         try:
             text = processor.apply_chat_template(said, tokenize=False, add_generation_prompt=True)

@@ -5,7 +5,6 @@ Lists, numbers, sizes, folded layer names, the nearest known word.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
@@ -22,6 +21,8 @@ MAX_COMPONENTS = 32  # of a name that is folded; each takes a pass over all name
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "known: a, b, c; nearest: b" for an error about an unknown `name`."""
+    import difflib
+
     names = sorted(known)
     short = [known for known in names if len(known) <= MAX_COMPARED]
     close = difflib.get_close_matches(name[:MAX_COMPARED], short, n=1, cutoff=0.5)

@@ -25,9 +25,8 @@ def settle_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
     """Return `changed_config`; SourceError for NaN, and for sizes that are negative or infinite."""
     config = changed_config(config, given)
     if wrong := list(_impossible(config)):
-        raise SourceError(
-            f"config.json: {', '.join(wrong)}: sizes are numbers from 0 on, and nothing is NaN; correct it"
-        )
+        of = "config.json" if given is None else "the config, with what config= (--config) gives"
+        raise SourceError(f"{of}: {', '.join(wrong)}: sizes are numbers from 0 on, and nothing is NaN; correct it")
     return config
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from bridge.core.errors import CannotRun
+from bridge.core.errors import CannotRun, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,15 +108,15 @@ def check_decoder(architecture: str) -> None:
 
 
 def check_sees(architecture: str) -> None:
-    """CannotRun if models of this class read no images."""
+    """UsageError if models of this class read no images."""
     if architecture not in (*SEEING, *READING):
-        raise CannotRun(f"{architecture} reads no images; leave out image (--image)")
+        raise UsageError(f"{architecture} reads no images; leave out image (--image)")
 
 
 def check_hears(architecture: str) -> None:
-    """CannotRun if models of this class hear no sound."""
+    """UsageError if models of this class hear no sound."""
     if architecture not in (*HEARING, *TRANSCRIBING):
-        raise CannotRun(f"{architecture} hears no sound; leave out audio (--audio)")
+        raise UsageError(f"{architecture} hears no sound; leave out audio (--audio)")
 
 
 class Chooser:

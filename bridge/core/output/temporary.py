@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ def temporary_directory(parent: str | Path | None = None) -> Iterator[Path]:
     base = Path(parent or tempfile.gettempdir())
     for path in base.glob(f"{PREFIX}*"):
         _remove_abandoned(path)
-    path = base / f"{PREFIX}{secrets.token_hex(8)}"
+    path = base / f"{PREFIX}{os.urandom(8).hex()}"
     fd = None
     try:
         while fd is None:

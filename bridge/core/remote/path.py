@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache, partial
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
-from secrets import token_hex
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 from bridge.core.errors import SourceError
@@ -35,7 +34,7 @@ class RemoteTree:
     """
 
     store: Store
-    opened: str = field(default_factory=lambda: token_hex(16), repr=False)
+    opened: str = field(default_factory=lambda: os.urandom(16).hex(), repr=False)
 
     def __post_init__(self) -> None:
         check_names(self.store.files, self.store.where)

@@ -7,7 +7,7 @@ stay if nothing in it is worth keeping.
 from __future__ import annotations
 
 import io
-import secrets
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,7 +29,7 @@ class Holding:
         self.directory, self._file = directory, file
         file.seek(0)
         found = file.read().strip()
-        self.run, self.remembered = found or secrets.token_hex(16), bool(found)
+        self.run, self.remembered = found or os.urandom(16).hex(), bool(found)
 
     def remember(self) -> None:
         """Keep the id, by which a later run can resume what lies elsewhere."""

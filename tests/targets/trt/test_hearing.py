@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import bridge
 from bridge.cli.main import app
-from bridge.core.errors import CannotRun, UsageError
+from bridge.core.errors import UsageError
 from bridge.targets.trt.transcripts import opening
 from tests import once
 from tests.models.hearing_family import (
@@ -163,8 +163,8 @@ def test_what_cannot_be_heard_is_refused(tmp_path: Path) -> None:
         bridge.run(converted("whisper"), "", audio=tmp_path / "sound.wav", chat=True)
     with pytest.raises(UsageError, match=r"Found total 0 <\|AUDIO\|> tokens(.|\n)*write <\|AUDIO\|> into the text"):
         bridge.run(converted("qwen2-audio"), "The value", audio=tmp_path / "sound.wav")
-    with pytest.raises(CannotRun, match="Qwen2AudioForConditionalGeneration reads no images"):
+    with pytest.raises(UsageError, match="Qwen2AudioForConditionalGeneration reads no images"):
         bridge.run(converted("qwen2-audio"), "The value", image=tmp_path / "sound.wav")
     bridge.convert(LLAMA, "trt", None, tmp_path / "llama", verify=False, progress=False)
-    with pytest.raises(CannotRun, match=r"LlamaForCausalLM hears no sound; leave out audio \(--audio\)"):
+    with pytest.raises(UsageError, match=r"LlamaForCausalLM hears no sound; leave out audio \(--audio\)"):
         bridge.run(tmp_path / "llama", "The value", audio=tmp_path / "sound.wav")

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import bridge
-from bridge.core.errors import CannotRun, UsageError, VerifyError
+from bridge.core.errors import UsageError, VerifyError
 from bridge.targets.trt.genai_config import GENAI
 from bridge.targets.trt.image_places import image_places
 from bridge.targets.trt.multimodal import MultiModal
@@ -134,8 +134,12 @@ def test_run_says_what_is_wrong_with_an_image(tmp_path: Path) -> None:
         bridge.run(converted(None), TEXT, image=tmp_path / "no.png")
     with pytest.raises(UsageError, match=r"total 0 <image> tokens and 1 images(.|\n)*write <image> into the text"):
         bridge.run(converted(None), "The value", image=tmp_path / "image.png")
+    bare = shutil.copytree(converted(None), tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    with pytest.raises(UsageError, match=r"the processor has no chat template; leave out chat \(--chat\)"):
+        bridge.run(bare, "The value", image=tmp_path / "image.png", chat=True)
     bridge.convert(LLAMA, "trt", None, tmp_path / "llama", verify=False, progress=False)
-    with pytest.raises(CannotRun, match="LlamaForCausalLM reads no images"):
+    with pytest.raises(UsageError, match="LlamaForCausalLM reads no images"):
         bridge.run(tmp_path / "llama", "The value", image=tmp_path / "image.png")
 
 
