@@ -43,42 +43,19 @@ def write_multimodal_config(
 ) -> str:
     """Write the file; return what onnxruntime-genai cannot do with it ("" if it runs the model)."""
     inputs = graph_inputs(directory / DECODER)
-    keys = [shape for name, shape in inputs.items() if name.endswith(".key")]
     crossed = [int(name.split(".")[1]) for name in inputs if name.endswith(_CROSSED)]
     settings, kind = generation_settings(source.side_files), str(source.config.get("model_type"))
-    of_session = {"session_options": {**session, "provider_options": []}}
-    named = {name: name for name in inputs if not name.startswith(PAST)}
-    decoder = {
-        "filename": DECODER,
-        "head_size": keys[0][3],
-        "hidden_size": text["hidden_size"],
-        "num_attention_heads": text["num_attention_heads"],
-        **_layers(inputs),
-        "num_key_value_heads": keys[0][1],
-        **(_crossing(source, crossed) if crossed else {}),
-        "inputs": named | CACHE_INPUTS | (CROSS_INPUTS if crossed else {}),
-        "outputs": {"logits": "logits"} | CACHE_OUTPUTS,
-        **of_session,
-    }
     seen = "vision" if (directory / VISION).is_file() else "speech"
-    file = PARTS[seen]
-    reads, gives = graph_inputs(directory / file), graph_outputs(directory / file)
-    tower = {
-        "filename": file,
-        "inputs": {_GENAI_NAMES.get(name, name): name for name in reads},
-        "outputs": CROSS_OUTPUTS if crossed else {name: name for name in gives},
-        **of_session,
+    parts = {
+        seen: _tower(source, text, directory / PARTS[seen], bool(crossed)),
+        "embedding": {
+            "filename": EMBEDDING,
+            "inputs": {name: name for name in graph_inputs(directory / EMBEDDING)},
+            "outputs": {name: name for name in graph_outputs(directory / EMBEDDING)},
+        },
+        "decoder": _decoder(source, text, inputs, crossed),
     }
-    if "image_grid_thw" in reads:
-        tower["spatial_merge_size"] = source.config["vision_config"].get("spatial_merge_size", 2)
-    if ROWS in reads:
-        tower |= tiling_entries(text, reads["pixel_values"][3])
-    embedding = {
-        "filename": EMBEDDING,
-        "inputs": {name: name for name in graph_inputs(directory / EMBEDDING)},
-        "outputs": {name: name for name in graph_outputs(directory / EMBEDDING)},
-        **of_session,
-    }
+    of_session = {"session_options": {**session, "provider_options": []}}
     token = "image_token_id" if seen == "vision" else "audio_token_id"
     positions = text.get("max_position_embeddings")
     model = {
@@ -88,9 +65,7 @@ def write_multimodal_config(
         **{name: source.config[name] for name in _MORE if name in source.config},
         "context_length": positions if isinstance(positions, int) else NO_END,
         "vocab_size": text["vocab_size"],
-        seen: tower,
-        "embedding": embedding,
-        "decoder": decoder,
+        **{name: {**part, **of_session} for name, part in parts.items()},
     }
     search = {key: settings[key] for key in SEARCH if settings.get(key) is not None}
     search |= {"max_length": model["context_length"], "past_present_share_buffer": False}
@@ -99,6 +74,40 @@ def write_multimodal_config(
         return ""
     why = f"onnxruntime-genai runs no {kind} of these graphs: `qbridge run` reads the file, and so may your program"
     return f"{GENAI} says how the graphs are joined; {why}"
+
+
+def _decoder(
+    source: Source, text: Mapping[str, Any], inputs: Mapping[str, tuple[int | str | None, ...]], crossed: list[int]
+) -> dict[str, Any]:
+    """The decoder's entry. inputs: of its graph, with their axes.  crossed: layers that attend to what is seen."""
+    keys = [shape for name, shape in inputs.items() if name.endswith(".key")]
+    named = {name: name for name in inputs if not name.startswith(PAST)}
+    return {
+        "filename": DECODER,
+        "head_size": keys[0][3],
+        "hidden_size": text["hidden_size"],
+        "num_attention_heads": text["num_attention_heads"],
+        **_layers(inputs),
+        "num_key_value_heads": keys[0][1],
+        **(_crossing(source, crossed) if crossed else {}),
+        "inputs": named | CACHE_INPUTS | (CROSS_INPUTS if crossed else {}),
+        "outputs": {"logits": "logits"} | CACHE_OUTPUTS,
+    }
+
+
+def _tower(source: Source, text: Mapping[str, Any], file: Path, crossed: bool) -> dict[str, Any]:
+    """The entry of the graph that sees or hears. crossed: it gives keys and values of cross-attention."""
+    reads = graph_inputs(file)
+    tower: dict[str, Any] = {
+        "filename": file.name,
+        "inputs": {_GENAI_NAMES.get(name, name): name for name in reads},
+        "outputs": CROSS_OUTPUTS if crossed else {name: name for name in graph_outputs(file)},
+    }
+    if "image_grid_thw" in reads:
+        tower["spatial_merge_size"] = source.config["vision_config"].get("spatial_merge_size", 2)
+    if ROWS in reads:
+        tower |= tiling_entries(text, reads["pixel_values"][3])
+    return tower
 
 
 def _layers(inputs: Iterable[str]) -> dict[str, Any]:

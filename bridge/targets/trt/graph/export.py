@@ -156,39 +156,23 @@ class _Run:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         from bridge.sources.live_models.own_caches import own_caches
-        from bridge.targets.trt.graph.calls.choose import call_of
+        from bridge.targets.trt.graph.calls.denoiser import denoiser_call, drop_squeezes
         from bridge.targets.trt.graph.complex_rope import real_rope
-        from bridge.targets.trt.graph.experts import unstack_experts
-        from bridge.targets.trt.graph.joined import join_linears
         from bridge.targets.trt.graph.methods import unasked, windows
-        from bridge.targets.trt.graph.methods.replace import replace_methods
         from bridge.targets.trt.graph.recurrent.replace import recurrences_as_nodes
 
         diffuses = is_diffusion(config)
         if not diffuses:
-            join_linears(model, self.tensors)
-            unstack_experts(model, self.stacked)
-            replace_methods(model, {**windows.METHODS, **unasked.METHODS})
-            meta_device.settle_rope(model)
-            meta_device.settle_positions(model)
+            self._replace(model)
         env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=windows.has_windows(model))
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
         meta_device.make_fake(model, mode)
         tied = _ties(model)
-        task, dtype = TASKS[self.task], getattr(torch, self.dtype)
         try:
             oblivious = experimental.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
             clamped = unasked.always_clamped(self.dtype)
             with own_caches(), real_rope(model), recurrences_as_nodes(model), torch.no_grad(), oblivious, clamped:
-                if diffuses:
-                    from bridge.targets.trt.graph.calls.denoiser import denoiser_call, drop_squeezes
-
-                    call = denoiser_call(model, mode)
-                else:
-                    call = call_of(
-                        model, task, mode, dtype,
-                        cache=self.cache, part=self.part, image=self.image, pooling=self.pooling,
-                    )  # fmt: skip
+                call = denoiser_call(model, mode) if diffuses else self._call(model, mode)
                 program = trace(call)
                 graph = to_onnx(program, self.opset)
                 free(program)
@@ -205,6 +189,29 @@ class _Run:
         optimize(graph)
         _mark(graph, call)
         return graph, tied
+
+    def _replace(self, model: Any) -> None:
+        """Put what can be exported in place of modules and methods that cannot."""
+        from bridge.targets.trt.graph.experts import unstack_experts
+        from bridge.targets.trt.graph.joined import join_linears
+        from bridge.targets.trt.graph.methods import unasked, windows
+        from bridge.targets.trt.graph.methods.replace import replace_methods
+
+        join_linears(model, self.tensors)
+        unstack_experts(model, self.stacked)
+        replace_methods(model, {**windows.METHODS, **unasked.METHODS})
+        meta_device.settle_rope(model)
+        meta_device.settle_positions(model)
+
+    def _call(self, model: Any, mode: Any) -> Any:
+        import torch
+
+        from bridge.targets.trt.graph.calls.choose import call_of
+
+        return call_of(
+            model, TASKS[self.task], mode, getattr(torch, self.dtype),
+            cache=self.cache, part=self.part, image=self.image, pooling=self.pooling,
+        )  # fmt: skip
 
     def _finish(self, model: ir.Model, tied: dict[str, str], note: str) -> Graph:
         model.ir_version = _IR_VERSION[self.opset]

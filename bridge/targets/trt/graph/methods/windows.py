@@ -67,18 +67,28 @@ def _attend(
     attended = attended.permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2).index_select(1, torch.arange(length))
     attended = attended.masked_fill(is_index_masked[..., None], 0.0).reshape(batch * length, width)
 
-    rows = hidden_states.reshape(batch * length, width).index_select(0, at)
-    global_query = (self.query_global(rows) / math.sqrt(self.head_dim)).unflatten(-1, (heads, -1)).transpose(0, 1)
-    every_key, every_value = (
+    answered = _of_global(self, hidden_states, is_index_masked, text, at)
+    attended = attended.index_put((at,), answered)
+    return (attended.reshape(batch, length, width),)
+
+
+def _of_global(self: Any, hidden_states: Any, is_index_masked: Any, text: Any, at: Any) -> Any:
+    """The outputs of global tokens, which attend to all of their text.
+
+    text: of each global token.  at: its place among all tokens of the batch.
+    """
+    batch, length, _ = hidden_states.shape
+    heads, every = self.num_heads, hidden_states.flatten(0, 1)
+    query = (self.query_global(every.index_select(0, at)) / math.sqrt(self.head_dim)).unflatten(-1, (heads, -1))
+    key, value = (
         project(hidden_states).reshape(batch * length, heads, -1).transpose(0, 1)
         for project in (self.key_global, self.value_global)
     )
     elsewhere = is_index_masked.flatten() | (
         text[:, None] != torch.arange(batch)[:, None].expand(batch, length).flatten()
     )
-    answered = _softmax(global_query @ every_key.transpose(1, 2), elsewhere) @ every_value
-    attended = attended.index_put((at,), answered.transpose(0, 1).flatten(1))
-    return (attended.reshape(batch, length, width),)
+    answered = _softmax(query.transpose(0, 1) @ key.transpose(1, 2), elsewhere) @ value
+    return answered.transpose(0, 1).flatten(1)
 
 
 def _masks(like: Any, attention_mask: Any, global_attention_mask: Any) -> dict[str, Any]:
