@@ -138,63 +138,68 @@ def inspect(
         if given := [name for name, value in own.items() if value is not None]:
             raise UsageError(f"{given[0]}= does not go with against= (--against), which compares with what was written")
         found = _beside(model, written_at(against), data, sampling, tokenizer, nan, callback)
-    else:
-        if steps is not None and (type(steps) is not int or steps < 1):
-            raise UsageError(f"steps={steps!r} (--steps): expected a positive whole number")
-        source = open_source(model, tokenizer=tokenizer)
-        structure = structure_of(source)
-        wrote, saved = scheme_of_output(model) if quant is None else (None, None)
-        scheme = scheme_of(wrote or quant, None, structure, source)
-        classes = load_features(feature_dirs)
-        skeleton = source.load_skeleton()
-        layers = layers_of(skeleton, source)
-        routing = load_routing(config, layers, scheme, declared(classes))
-        check_place(routing, place)
-        if backward := sorted({route.tensor for route in routing.routes} & {*BACKWARD}) if not gradients else []:
-            raise InspectError(
-                f"{', '.join(backward)}: only a backward pass makes it; pass gradients=True (--gradients)"
-            )
-        if gradients and not _predicts(source):
-            raise InspectError(
-                f"{source.where}: gradients=True (--gradients) needs a model that predicts the next token; run a loss "
-                "of yours inside bridge.inspecting"
-            )
-        made = _data_of(source, data, sampling)
-        formats = formats_of(scheme, structure.sites, skeleton, source.specs) if scheme else None
-        calibration = _calibration(calib) or saved
-        schemes = Schemes(scheme, formats, _static(calibration, layers, scheme))
-        quantized = simulated(layers, formats, calibration, schemes) if formats else {}
-        if wrote and scheme:
-            quantized = as_written(quantized, scheme, schemes)
-        whole = len((*made.batches, *made.held_out))
-        count = min(whole, steps or whole)
-        if not any(routing.due(step) for step in range(count)):
-            raise InspectError(
-                f"nothing is due in the {number(count, 'step')} that run: a step is a batch of data=, or of at most "
-                f"{BATCH} rows of text; give more rows (samples=, --samples), or an earlier start_step or freq"
-            )
-        dumps = dumps_of(routing, place, overwrite)
-        about = {"model": source.name, **_about_data(made), **_about(routing, scheme)}
-        session = partial(
-            Session, routing=routing, schemes=schemes, about=about, sink=sink, simulated=quantized, dumps=dumps,
-            own=classes,
-        )  # fmt: skip
-        try:
-            found = run_batches(source, session, made, steps, gradients, device, callback, nan=nan, cost=cost)
-            if steps and steps > whole:
-                few = f"steps={steps} (--steps): the data make {number(whole, 'step')}; give more rows (--samples)"
-                found = replace(found, notes=(*found.notes, few))
-            if place is not None:
-                save(found, place, overwrite, dumps)
-        finally:
-            if dumps:
-                dumps.remove()
+        if place is not None:
+            save(found, place, overwrite)
+            if not is_remote(against):
+                link_inspection(Path(against), place)
         return found
-    if place is not None:
-        save(found, place, overwrite)
-        if against is not None and not is_remote(against):
-            link_inspection(Path(against), place)
+    if steps is not None and (type(steps) is not int or steps < 1):
+        raise UsageError(f"steps={steps!r} (--steps): expected a positive whole number")
+    source = open_source(model, tokenizer=tokenizer)
+    structure = structure_of(source)
+    wrote, saved = scheme_of_output(model) if quant is None else (None, None)
+    scheme = scheme_of(wrote or quant, None, structure, source)
+    classes = load_features(feature_dirs)
+    skeleton = source.load_skeleton()
+    layers = layers_of(skeleton, source)
+    routing = load_routing(config, layers, scheme, declared(classes))
+    check_place(routing, place)
+    _check_backward(routing, gradients, source)
+    made = _data_of(source, data, sampling)
+    formats = formats_of(scheme, structure.sites, skeleton, source.specs) if scheme else None
+    calibration = _calibration(calib) or saved
+    schemes = Schemes(scheme, formats, _static(calibration, layers, scheme))
+    quantized = simulated(layers, formats, calibration, schemes) if formats else {}
+    if wrote and scheme:
+        quantized = as_written(quantized, scheme, schemes)
+    whole = len((*made.batches, *made.held_out))
+    _check_due(routing, min(whole, steps or whole))
+    dumps = dumps_of(routing, place, overwrite)
+    about = {"model": source.name, **_about_data(made), **_about(routing, scheme)}
+    session = partial(
+        Session, routing=routing, schemes=schemes, about=about, sink=sink, simulated=quantized, dumps=dumps, own=classes
+    )
+    try:
+        found = run_batches(source, session, made, steps, gradients, device, callback, nan=nan, cost=cost)
+        if steps and steps > whole:
+            few = f"steps={steps} (--steps): the data make {number(whole, 'step')}; give more rows (--samples)"
+            found = replace(found, notes=(*found.notes, few))
+        if place is not None:
+            save(found, place, overwrite, dumps)
+    finally:
+        if dumps:
+            dumps.remove()
     return found
+
+
+def _check_backward(routing: Routing, gradients: bool, source: Source) -> None:
+    """Tensors of a backward pass need gradients, and these a model that predicts the next token."""
+    if backward := sorted({route.tensor for route in routing.routes} & {*BACKWARD}) if not gradients else []:
+        raise InspectError(f"{', '.join(backward)}: only a backward pass makes it; pass gradients=True (--gradients)")
+    if gradients and not _predicts(source):
+        raise InspectError(
+            f"{source.where}: gradients=True (--gradients) needs a model that predicts the next token; run a loss "
+            "of yours inside bridge.inspecting"
+        )
+
+
+def _check_due(routing: Routing, count: int) -> None:
+    """InspectError if nothing is due in `count` steps."""
+    if not any(routing.due(step) for step in range(count)):
+        raise InspectError(
+            f"nothing is due in the {number(count, 'step')} that run: a step is a batch of data=, or of at most "
+            f"{BATCH} rows of text; give more rows (samples=, --samples), or an earlier start_step or freq"
+        )
 
 
 @contextmanager
