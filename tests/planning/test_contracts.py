@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,14 @@ import pytest
 
 import bridge
 from bridge.cli.check import check_path
-from bridge.core.errors import BridgeError, SchemeError, TableError, UsageError, VerifyError
+from bridge.core.errors import SchemeError, TableError, UsageError
 from bridge.core.mappings import mappings, parse_table
 from bridge.planning.contract_files import load_runtime, parse_runtime, runtime_names, runtimes
 from bridge.planning.contracts import HALF, Evidence, Verdict, misfits, verdict
 from bridge.quant.describe import contract_words
-from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.reporting.loading import loading_line, loadings
-from bridge.targets import load_target, program_of
+from bridge.targets import program_of
 from tests.oracles import export_oracle as oracle
 
 TINY = Path(__file__).parent.parent.parent / "examples" / "models" / "tiny-llama"
@@ -285,66 +282,6 @@ def test_every_contract_names_tests_that_exist() -> None:
     assert sorted(path.stem for path in (mappings() / "runtimes").glob("*.toml")) == sorted(runtime_names())
 
 
-@pytest.mark.parametrize("quant", ["fp8", "int4_wo", "int8_wo", "nvfp4_wo", None])
-def test_a_runtime_chooses_the_first_output_that_it_loads(quant: str | None) -> None:
-    plan = bridge.plan(TINY, "vllm", quant)
-    assert plan.target == "hf" and verdict(load_runtime("vllm"), plan).how != "no"
-    again = bridge.plan(TINY, "hf", quant, runtime="vLLM==0.33")
-    assert again.digest == plan.digest
-    assert [note for note in plan.notes if note.startswith("for vLLM 0.33: --target hf --format ")]
-
-
-def test_what_a_runtime_does_not_load_is_refused_before_work() -> None:
-    with pytest.raises(SchemeError, match=r"schemes that it loads: .*fp8") as told:
-        bridge.plan(TINY, "hf", "mxfp4_wo", runtime="sglang")
-    assert "--format deepseek: loads no weights in fp4 block 32 e8m0" in str(told.value)
-    with pytest.raises(BridgeError, match="int4 block 128") as told:
-        bridge.plan(TINY, "hf", "int4_wo", runtime="vllm", format="modelopt")
-    assert "this scheme it loads from --target hf --format compressed-tensors; or from" in str(told.value)
-    assert "int4_wo" not in str(told.value).rpartition("schemes that it loads there: ")[2]
-    with pytest.raises(SchemeError, match="does not load --target trt; it loads --target hf"):
-        bridge.plan(TINY, "trt", "fp8", runtime="vllm")
-    with pytest.raises(SchemeError, match=r'a recipe keeps these matrices.* quant = "none"\); fp8_pc_pt') as told:
-        bridge.plan(TINY, "hf", "fp8_block", runtime="vllm")
-    assert "another format" not in str(told.value)
-
-
-@pytest.mark.parametrize(("target", "scheme"), [("trtllm", "fp8"), ("hf", "int8_sq")])
-def test_a_refusal_tells_the_target_of_that_name_from_the_program(target: str, scheme: str) -> None:
-    with pytest.raises(SchemeError, match=r"--target trtllm without --for writes another format, .* up to 1\.2"):
-        bridge.plan(TINY, target, scheme, runtime="trtllm")
-
-
-@pytest.mark.parametrize(
-    ("runtime", "message"),
-    [
-        ("vlm", "has no contract; did you mean 'vllm'|known: "),
-        ("vllm==0.20", "no contract was written for version 0.20 of vLLM; there is one for 0.33"),
-        ("vllm==latest", "a version is written vllm==0.33"),
-        ("vllm==0", "no contract was written for version 0 of vLLM"),
-        ("llama.cpp==b9999", "no contract was written for version b9999 of llama.cpp; there is one for b11549"),
-        ("vllm>=0.33", "a version is written vllm==0.33"),
-        ("vllm 0.3", "no contract was written for version 0.3 of vLLM"),
-    ],
-)
-def test_an_unknown_program_or_version_is_refused(runtime: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        bridge.plan(TINY, "hf", "fp8", runtime=runtime)
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ("llama.cpp==b11549", "llama.cpp"),
-        ("TensorRT-LLM", "trtllm"),
-        ("ONNX Runtime 1.32", "onnxruntime"),
-        ("vllm==v0.33", "vllm"),
-    ],
-)
-def test_a_program_is_known_as_bridge_prints_it(given: str, name: str) -> None:
-    assert load_runtime(given).name == name
-
-
 def recipe(folder: Path, base: str, rule: str) -> Path:
     path = folder / "recipe.toml"
     path.write_text(f'base = "{base}"\n[[rule]]\n{rule}\n')
@@ -417,91 +354,3 @@ def test_inputs_that_a_program_rounds_are_told() -> None:
 def test_names_of_targets_are_no_programs() -> None:
     assert program_of("hf") is None and program_of("trtllm") is None and program_of("nothing") is None
     assert program_of("VLLM") is load_runtime("vllm")
-
-
-def test_plan_report_check_and_page_say_who_loads_an_output(tmp_path: Path) -> None:
-    report = bridge.convert(TINY, "hf", "int8_wo", tmp_path / "out", verify=False)
-    (line,) = [line for line in report.lines() if line.startswith("loads in")]
-    assert "TensorRT-LLM" in line and "vLLM" not in line
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "--format compressed-tensors" in page
-    assert all(problem.fatal is False for problem in check_path(tmp_path / "out"))
-
-
-def test_an_altered_output_is_found(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    bridge.convert(TINY, "vllm", "int8_wo", out, verify=False)
-    assert check_path(out) == []
-    config = json.loads((out / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 4
-    (out / "config.json").write_text(json.dumps(config))
-    assert any("quantization_config was changed after it was written" in problem.text for problem in check_path(out))
-
-
-@pytest.mark.parametrize(
-    ("program", "command"),
-    [("vllm", "vllm serve"), ("sglang", "python -m sglang.launch_server --model-path"), ("transformers", "python -c")],
-)
-def test_the_next_command_is_that_of_the_program_that_was_asked_for(program: str, command: str) -> None:
-    plan = bridge.plan(TINY, program, "fp8_pc_pt")
-    told = load_target("hf").next_command(plan)
-    assert told.startswith(command) and shlex.split(told)[-1] == "{out}"
-    same = bridge.plan(TINY, "hf", "fp8_pc_pt", format=plan.options["format"])
-    assert load_target("hf").next_command(same) == "vllm serve {out}"
-    assert dataclasses.replace(plan, notes=same.notes).digest == same.digest, "the program decides no byte"
-
-
-def test_the_next_command_has_the_ranks_that_were_asked_for() -> None:
-    command = load_target("hf").next_command(bridge.plan(TINY, "vllm", "fp8_pc_pt", tp=2))
-    assert command == "vllm serve {out} --tensor-parallel-size 2"
-
-
-def test_what_onnx_runtime_loads_has_a_next_command() -> None:
-    assert load_target("ort").next_command(bridge.plan(TINY, "ort", "int8_wo")).startswith("qbridge run {out} ")
-
-
-def test_own_scales_without_weights_that_it_changes_is_told() -> None:
-    assert any(
-        "own_scales changes nothing" in note for note in bridge.plan(TINY, "hf", "int8_wo", own_scales=True).notes
-    )
-    assert not any("own_scales" in note for note in bridge.plan(TINY, "hf", "fp8", own_scales=True).notes)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("graphs_once")
-def test_every_file_beside_the_weights_that_changed_or_is_gone_is_found(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    bridge.convert(TINY, "ort", "int8_wo", out, verify=False)
-    assert check_path(out) == []
-    changed = ("config.json", "genai_config.json", "tokenizer.json")
-    for name in changed:
-        (out / name).write_text((out / name).read_text() + "\n")
-    (out / "model.onnx").write_bytes((out / "model.onnx").read_bytes() + b"\x32\x01x")  # a doc_string of one letter
-    (out / "tokenizer_config.json").unlink()
-    lines = {problem.text: problem.fatal for problem in check_path(out)}
-    assert {text for text, fatal in lines.items() if not fatal} == {
-        "warning [files] genai_config.json: was changed after it was written"
-    }
-    assert {text for text, fatal in lines.items() if fatal and "[files]" in text} == {
-        *(
-            f"error [files] {name}: was changed after it was written; convert again"
-            for name in ("config.json", "model.onnx", "tokenizer.json")
-        ),
-        "error [files] tokenizer_config.json: is missing; convert again",
-    }
-    report = bridge.verify(out, TINY)
-    assert not report.passed and not any(line.startswith("loads in") for line in report.lines())
-    assert any("config.json: was changed" in finding for finding in report.findings)
-    data = json.loads((out / "bridge.json").read_text())
-    data["plan"]["scheme"] = "fp8"
-    (out / "bridge.json").write_text(json.dumps(data))
-    with pytest.raises(VerifyError, match="its plan does not have its plan_digest"):
-        check_path(out)
-
-
-def test_the_tables_of_the_site_have_every_scheme_and_program() -> None:
-    from docs.generate import make
-
-    lines = make("runtimes").splitlines()
-    assert len(lines) == len(scheme_names()) + 2
-    assert all(f"`{runtime.name}`" in lines[0] for runtime in runtimes())

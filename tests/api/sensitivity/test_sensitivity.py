@@ -16,8 +16,6 @@ mtq = pytest.importorskip("modelopt.torch.quantization")
 from click.testing import CliRunner  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
 )
 
 import bridge  # noqa: E402
@@ -29,12 +27,12 @@ from bridge.api.sensitivity.prefix_cache import Prefix  # noqa: E402
 from bridge.calibration.data import Sampling  # noqa: E402
 from bridge.calibration.modelopt import fake_quantize  # noqa: E402
 from bridge.cli.main import app  # noqa: E402
-from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeError  # noqa: E402
+from bridge.core.errors import BridgeError, CalibrationError, SchemeError  # noqa: E402
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from tests.covering import usual  # noqa: E402
-from tests.models.export_families import GPT2, build, tokens  # noqa: E402
+from tests.models.export_families import build, tokens  # noqa: E402
 from tests.oracles.modelopt_oracle import ask  # noqa: E402
 
 SLOW = pytest.mark.slow
@@ -389,41 +387,3 @@ def test_the_command_writes_a_recipe_once(tmp_path: Path) -> None:
     assert bridge.plan(MODEL, target="hf", quant=out)
     done = runner.invoke(app, [*words, "--budget", "8bits"])
     assert (done.exit_code, "exists already" in done.stderr) == (2, True)
-
-
-def narrow(n_inner: int) -> Any:
-    """A GPT-2 whose matrices have in = 80, but for `mlp.c_proj`."""
-    model = GPT2LMHeadModel(GPT2Config(**GPT2 | {"n_embd": 80, "n_inner": n_inner}))
-    model.config.architectures = [type(model).__name__]
-    return model
-
-
-@pytest.mark.slow
-def test_what_no_target_takes_is_told_and_kept_out_of_a_recipe_that_plans(tmp_path: Path) -> None:
-    model = narrow(384)
-    found = bridge.sensitivity(model, "int4_wo", tokens(), budget="kl=1")
-    fits = {f"transformer.h.{n}.mlp.c_proj" for n in (0, 1)}
-    assert {name for layer in found.layers for name in layer.modules} == fits
-    assert found.notes[0] == "6 more stay unquantized: target hf does not support them in int4_wo"
-    assert "transformer.h.{0..1}.mlp.c_fc: in = 80 does not divide into blocks of 128" in found.notes[1]
-    plan = bridge.plan(model, "hf", quant=found.save(tmp_path / "recipe.toml"))
-    assert {step.site.module for step in plan.quantized if step.site} == fits
-
-
-def test_a_scheme_that_no_target_takes_at_all_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(SchemeError, match=r"no target supports GPT2LMHeadModel in scheme int4_wo; hf:\n.*in = 80 does"):
-        make_job(narrow(200), "int4_wo", None, None, "kl", None, None, None)
-
-
-def test_a_fallback_that_does_not_fit_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(SchemeError, match=r"fallback int4_wo does not fit target hf; choose another:\n.*in = 80 does"):
-        make_job(narrow(384), "int8_wo", None, "int4_wo", "kl", None, None, None)
-
-
-@pytest.mark.slow
-def test_a_recipe_that_cannot_be_planned_is_an_error_and_is_not_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("bridge.api.sensitivity.run.recipe", lambda *_: 'base = "int4_wo"\n')
-    with pytest.raises(PlanError, match="in = 80 does not divide"):
-        bridge.sensitivity(narrow(384), "int4_wo", tokens(), budget="kl=1")

@@ -5,9 +5,7 @@ Nodes are processes here, as Ray's own tests have them. Each has its workers, so
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -25,8 +23,8 @@ import pytest
 
 import bridge
 from benchmarks.checkpoint import SMALL, make_checkpoint
-from bridge.core.errors import SourceError, UsageError
-from bridge.workflows.batch.engines import make_engine, make_settings
+from bridge.core.errors import UsageError
+from bridge.workflows.batch.engines import make_engine
 from bridge.workflows.batch.engines import ray as engine_of_ray
 from bridge.workflows.batch.engines.ray import Ray, Settings
 from bridge.workflows.batch.job import CRASH
@@ -343,17 +341,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=re.escape("pip install 'qbridge[ray]'")):
-        make_engine("ray", Settings(), Limits())
-
-
-def test_an_address_where_no_cluster_is_is_told_of() -> None:
-    with pytest.raises(UsageError, match=r"\[ray\] address = '127.0.0.1:9' cannot be reached"):
-        engine("127.0.0.1:9")
-
-
 @slow
 def test_more_cpus_than_a_node_has_are_refused(address: str) -> None:
     with pytest.raises(UsageError, match="cpus = 2; the largest node of the cluster has 1"):
@@ -369,26 +356,6 @@ def test_shards_that_no_node_has_room_for_are_refused_instead_of_waited_for(
     assert told["row"].kind == "UsageError"
     assert "no node has them" in told["row"].error
     assert not list(tmp_path.iterdir())
-
-
-def test_settings_are_read_from_the_manifests_table() -> None:
-    assert make_settings("ray", {"address": "auto", "cpus": 4}) == Settings("auto", 4, 3)
-    with pytest.raises(UsageError, match=r"\[ray\] has no key `adress`"):
-        make_settings("ray", {"adress": "auto"})
-    with pytest.raises(UsageError, match="retries = -1"):
-        make_engine("ray", Settings(retries=-1), Limits())
-
-
-def test_a_partition_of_another_model_than_the_rows_is_refused(tmp_path: Path) -> None:
-    rows = pytest.importorskip("bridge.workflows.batch.engines.ray_rows")
-    tiny = str(Path(__file__).parents[3] / "examples/models/tiny-llama")
-    offer = rows.Offer(tiny, None, None, None, "other", None, None, None, 1, 1, tmp_path, "", bridge.__version__)
-    with pytest.raises(SourceError, match="is a different model on"):
-        rows.same_source(offer)
-    with pytest.raises(UsageError, match="has qbridge"):
-        rows.same_source(replace(offer, version="0.0"))
-    with pytest.raises(SourceError, match="cannot be opened on"):
-        rows.same_source(replace(offer, model=str(tmp_path)))
 
 
 @slow

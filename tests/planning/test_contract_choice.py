@@ -1,0 +1,71 @@
+"""What `runtime=` chooses and refuses by the contracts, and what is told of it."""
+
+from __future__ import annotations
+
+import pytest
+
+import bridge
+from bridge.core.errors import BridgeError, SchemeError, UsageError
+from bridge.planning.contract_files import load_runtime
+from bridge.planning.contracts import verdict
+from tests.planning.test_contracts import TINY
+
+
+@pytest.mark.parametrize("quant", ["fp8", "int4_wo", "int8_wo", "nvfp4_wo", None])
+def test_a_runtime_chooses_the_first_output_that_it_loads(quant: str | None) -> None:
+    plan = bridge.plan(TINY, "vllm", quant)
+    assert plan.target == "hf" and verdict(load_runtime("vllm"), plan).how != "no"
+    again = bridge.plan(TINY, "hf", quant, runtime="vLLM==0.33")
+    assert again.digest == plan.digest
+    assert [note for note in plan.notes if note.startswith("for vLLM 0.33: --target hf --format ")]
+
+
+def test_what_a_runtime_does_not_load_is_refused_before_work() -> None:
+    with pytest.raises(SchemeError, match=r"schemes that it loads: .*fp8") as told:
+        bridge.plan(TINY, "hf", "mxfp4_wo", runtime="sglang")
+    assert "--format deepseek: loads no weights in fp4 block 32 e8m0" in str(told.value)
+    with pytest.raises(BridgeError, match="int4 block 128") as told:
+        bridge.plan(TINY, "hf", "int4_wo", runtime="vllm", format="modelopt")
+    assert "this scheme it loads from --target hf --format compressed-tensors; or from" in str(told.value)
+    assert "int4_wo" not in str(told.value).rpartition("schemes that it loads there: ")[2]
+    with pytest.raises(SchemeError, match="does not load --target trt; it loads --target hf"):
+        bridge.plan(TINY, "trt", "fp8", runtime="vllm")
+    with pytest.raises(SchemeError, match=r'a recipe keeps these matrices.* quant = "none"\); fp8_pc_pt') as told:
+        bridge.plan(TINY, "hf", "fp8_block", runtime="vllm")
+    assert "another format" not in str(told.value)
+
+
+@pytest.mark.parametrize(("target", "scheme"), [("trtllm", "fp8"), ("hf", "int8_sq")])
+def test_a_refusal_tells_the_target_of_that_name_from_the_program(target: str, scheme: str) -> None:
+    with pytest.raises(SchemeError, match=r"--target trtllm without --for writes another format, .* up to 1\.2"):
+        bridge.plan(TINY, target, scheme, runtime="trtllm")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "message"),
+    [
+        ("vlm", "has no contract; did you mean 'vllm'|known: "),
+        ("vllm==0.20", "no contract was written for version 0.20 of vLLM; there is one for 0.33"),
+        ("vllm==latest", "a version is written vllm==0.33"),
+        ("vllm==0", "no contract was written for version 0 of vLLM"),
+        ("llama.cpp==b9999", "no contract was written for version b9999 of llama.cpp; there is one for b11549"),
+        ("vllm>=0.33", "a version is written vllm==0.33"),
+        ("vllm 0.3", "no contract was written for version 0.3 of vLLM"),
+    ],
+)
+def test_an_unknown_program_or_version_is_refused(runtime: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        bridge.plan(TINY, "hf", "fp8", runtime=runtime)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("llama.cpp==b11549", "llama.cpp"),
+        ("TensorRT-LLM", "trtllm"),
+        ("ONNX Runtime 1.32", "onnxruntime"),
+        ("vllm==v0.33", "vllm"),
+    ],
+)
+def test_a_program_is_known_as_bridge_prints_it(given: str, name: str) -> None:
+    assert load_runtime(given).name == name
