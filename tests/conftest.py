@@ -76,7 +76,8 @@ GROUPS = {
         "tests/targets/trt/test_export.py", "tests/targets/trt/test_sites.py", "tests/targets/trt/test_trt_oracle.py",
     ),
     "megatron": (
-        "tests/sources/test_megatron.py", "tests/sources/test_megatron_untrusted.py", "tests/sources/test_oracles.py", "tests/sources/quantized/test_megatron.py",
+        "tests/sources/test_megatron.py", "tests/sources/test_megatron_untrusted.py", "tests/sources/test_oracles.py",
+        "tests/sources/quantized/test_megatron.py",
         "tests/sources/dialects/test_megatron_names.py", "tests/targets/dcp/test_megatron.py",
         "tests/sources/weights/test_dcp_megatron.py", "tests/workflows/inspect/test_layers.py",
         "tests/workflows/inspect/test_dialects.py", "tests/workflows/inspect/test_ranks.py",

@@ -31,6 +31,11 @@ OPTIONAL = (
     "accelerate", "causal-conv1d", "flash-attn", "flash-linear-attention", "kernels", "mamba-ssm", "mambapy", "natten",
     "peft", "timm", "torchvision", "xformers", "xlstm",
 )  # fmt: skip
+# Entries of a config that say who saved it, and in which dtype: what is made of it is told its dtype apart.
+OF_SAVING = {
+    "_attn_implementation_autoset", "_name_or_path", "dtype", "tokenizer_class", "torch_dtype",
+    "transformers.js_config", "unsloth_fixed", "unsloth_version",
+}  # fmt: skip
 
 
 def made_by(packages: Iterable[str]) -> list[object]:
@@ -51,14 +56,14 @@ def can_change(packages: Iterable[str]) -> bool:
 
 
 def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without where it came from: fine-tunes differ in that alone.
+    """Return a config without what says who saved it: fine-tunes differ in that alone.
 
     transformers looks whether the version that wrote it is there, not at its value.
     """
     return {
         name: bool(value) if name == "transformers_version" else value
         for name, value in config.items()
-        if name != "_name_or_path"
+        if name not in OF_SAVING
     }
 
 

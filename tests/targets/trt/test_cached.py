@@ -306,11 +306,17 @@ def test_an_editable_package_keeps_nothing(folder: Path, exports: list[str], mon
     assert not folder.exists()
 
 
-ORIGIN = {"_name_or_path": "a", "transformers_version": "4.1"}
+ORIGIN = {
+    "_name_or_path": "a", "transformers_version": "4.1", "torch_dtype": "float16", "dtype": "bfloat16",
+    "tokenizer_class": "LlamaTokenizer", "unsloth_version": "2026.1", "unsloth_fixed": True,
+    "_attn_implementation_autoset": True, "transformers.js_config": {"dtype": "q4"},
+}  # fmt: skip
 
 
 def test_where_a_config_came_from_changes_no_key() -> None:
-    configs = [{**REQUEST.config, **ORIGIN, "_name_or_path": name} for name in "ab"]
+    assert ORIGIN.keys() == made_by.OF_SAVING | {"transformers_version"}
+    wrote = {"transformers_version": "4.0"}
+    configs = [{**REQUEST.config, **wrote}, {**REQUEST.config, **ORIGIN}]
     assert len({replace(REQUEST, config=config).key for config in configs}) == 1
 
 

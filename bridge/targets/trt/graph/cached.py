@@ -77,9 +77,13 @@ def float_graph(request: GraphRequest, progress: Callable[[str], None]) -> tuple
     whether it is from a template ("graph: template of llama"), was read ("graph: kept"), is made ("export ... layers")
     or waited for.
     """
+    template = find_template(request)
     if not _may_be_kept(request):
-        return from_bytes(_make(request, progress))
-    if template := find_template(request):
+        exported = from_bytes(_make(request, progress))
+        if template:  # the same bytes, whoever imported transformers
+            template.settle(exported[0])
+        return exported
+    if template:
         graph, names = template.graph(request)
         if names:
             progress(f"graph: template of {template.name}")

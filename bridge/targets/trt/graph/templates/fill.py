@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ def fill(model: ir.Model, sentinel: Sizes, sizes: Sizes) -> dict[str, str]:
     """
     _replace_integers(model.graph, dict(zip(sentinel.integers, sizes.integers, strict=True)))
     _replace_floats(model.graph, sentinel, sizes)
-    _replace_frequencies(model.graph, sizes)
+    settle_frequencies(model.graph, sizes)
     _merge_constants(model.graph)
     layers = Layers(LAYERS, sizes.kinds)
     if (kept := layers.chosen()) != list(range(len(sizes.kinds))):
@@ -66,13 +67,23 @@ def _replace_floats(graph: ir.Graph, sentinel: Sizes, sizes: Sizes) -> None:
                 node.attributes[key] = ir.AttrFloat32(key, float(filled_in))
 
 
-def _replace_frequencies(graph: ir.Graph, sizes: Sizes) -> None:
-    """Replace the frequencies of positions, which are a buffer each kind of layer."""
+def settle_frequencies(graph: ir.Graph, sizes: Sizes, within: float = math.inf) -> None:
+    """Replace the frequencies of positions, which are a buffer each kind of layer.
+
+    `within`: only those that are as near, relatively: others are somebody's own.
+    """
     local = Rope(sizes.rope.local, "default", {}, sizes.rope.local, 1.0)
     for name, value in graph.initializers.items():
         if name.endswith("inv_freq"):
             rope = local if name.endswith(f"{SLIDING}_inv_freq") else sizes.rope
-            value.const_value = ir.Tensor(frequencies(rope, sizes.head_dim, sizes.context), name=name)
+            settled = frequencies(rope, sizes.head_dim, sizes.context)
+            if within == math.inf or _are_near(value, settled, within):
+                value.const_value = ir.Tensor(settled, name=name)
+
+
+def _are_near(value: ir.Value, settled: np.ndarray, within: float) -> bool:
+    held = None if value.const_value is None else value.const_value.numpy()
+    return held is not None and held.shape == settled.shape and np.allclose(held, settled, rtol=within, atol=0.0)
 
 
 def _merge_constants(graph: ir.Graph) -> None:

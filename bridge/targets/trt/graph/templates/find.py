@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from bridge.core.mappings import mappings
 from bridge.targets.trt.graph.float_graph import TEXT, Graph, from_plain_bytes, plain_names
-from bridge.targets.trt.graph.templates.fill import fill
+from bridge.targets.trt.graph.templates.fill import fill, settle_frequencies
 from bridge.targets.trt.graph.templates.sizes import Family, Sizes, read_sizes, sizes_of
 
 if TYPE_CHECKING:
     from bridge.targets.trt.graph.cached import GraphRequest
 
 FOLDER, ENDING, ABOUT = "graphs", ".tar.xz", "family.json"
+ROUNDED = 1e-6  # torch rounds a power, its inverse and a scaling, each to 24 bits: 8e-7 for theta 1e11
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Template:
         given = {**self.family.defaults, **request.config}
         text = {name: given[name] for name in TEXT if name in given}
         return Graph(graph.model, weights, "", tied, text), plain_names(weights, request.tensors, request.tied)
+
+    def settle(self, graph: Graph) -> None:
+        """Give an export of the same config the frequencies of the template, which torch rounds otherwise."""
+        settle_frequencies(graph.model.graph, self.sizes, ROUNDED)
 
 
 def find_template(request: GraphRequest) -> Template | None:

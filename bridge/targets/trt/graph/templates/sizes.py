@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bridge.core.output.made_by import OF_SAVING
 from bridge.sources.configs.rope import FULL, SLIDING, Rope
 from bridge.targets.trt.graph.layers import Layers
 from bridge.targets.trt.graph.templates.rotary import read_rope
@@ -14,12 +15,11 @@ from bridge.targets.trt.graph.templates.rotary import read_rope
 # What older versions of config.json have in place of `rope_parameters` (see `rotary`) and `layer_types`.
 OLDER = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"}
 # No graph depends on these: origins, training, generation.
-WITHOUT_EFFECT = {
-    "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout", "bos_token_id",
-    "cache_implementation", "do_sample", "dtype", "eos_token_id", "gradient_checkpointing", "initializer_range",
-    "max_length", "max_position_embeddings", "max_sequence_length", "max_window_layers", "model_type", "pad_token_id",
-    "pretraining_tp", "temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers.js_config",
-    "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+WITHOUT_EFFECT = OF_SAVING | {
+    "architectures", "attention_dropout", "bos_token_id", "cache_implementation", "do_sample", "eos_token_id",
+    "gradient_checkpointing", "initializer_range", "max_length", "max_position_embeddings", "max_sequence_length",
+    "max_window_layers", "model_type", "pad_token_id", "pretraining_tp", "temperature", "top_k", "top_p",
+    "transformers_version", "use_cache",
 }  # fmt: skip
 # Values with which these do nothing, in the families that do not know the entry.
 OFF: dict[str, list[Any]] = {
@@ -111,6 +111,9 @@ def sizes_of(config: Mapping[str, Any], family: Family) -> Sizes | None:
     try:
         sizes = read_sizes(config, family)
     except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError):
+        return None
+    pad = config.get("pad_token_id", family.defaults.get("pad_token_id"))
+    if pad is not None and not (type(pad) is int and -sizes.vocab <= pad < sizes.vocab):
         return None
     divides = sizes.hidden % sizes.heads == sizes.heads % sizes.kv_heads == sizes.head_dim % 2 == 0
     return sizes if divides and sizes.heads > 1 and sizes.head_dim > 2 and sizes.scale > 1 else None
