@@ -46,17 +46,22 @@ def stored(module: str, linked: bool = True) -> Path:
             return found
     for directory in _directories():
         if _is_writable(directory):
-            return _compiled(module, directory, linked)
-    import warnings
-
-    warnings.warn(
-        "kernels are compiled again in every process, some seconds for each file: "
-        f"{'; '.join(reasons) or 'no directory for their machine code can be written'}; set XDG_CACHE_HOME to one that "
-        "only you can write",
-        RuntimeWarning,
-        stacklevel=1,  # this line, so Python shows it once for all kernels
-    )
+            return _made_once(module, directory, linked)
+    _say_again("; ".join(reasons) or "no directory for their machine code can be written")
     return _compiled(module, _temporary(), linked)
+
+
+def _made_once(module: str, directory: Path, linked: bool) -> Path:
+    """Compile a file, in one process at a time: the others wait, and find it."""
+    from bridge.core.output import cache as files
+
+    with files.making("kernels", files.digest_of([str(directory), file_name(module, level()), linked])):
+        if found := _found(module, directory, linked):
+            return found
+        made = _compiled(module, directory, linked)
+    if directory != BESIDE:
+        files.make_room("kernels")
+    return made
 
 
 @cache
@@ -69,10 +74,16 @@ def _temporary() -> Path:
 
 
 def _found(module: str, directory: Path, linked: bool = True) -> Path | None:
-    """A whole file of machine code, the shared library before the other."""
-    name = file_name(module, level())
-    paths = [directory / f"{name}{LINKED}"] * linked + [directory / name]
-    return next((path for path in paths if _is_whole(path)), None)
+    """A whole file of machine code, the shared library before the other, the own level before lower ones."""
+    here, known = level(), list(LEVELS)
+    paths = []
+    for name in [file_name(module, one) for one in (known[known.index(here) :] if here in LEVELS else [here])]:
+        paths += [directory / f"{name}{LINKED}"] * linked + [directory / name]
+    found = next((path for path in paths if _is_whole(path)), None)
+    if found and directory != BESIDE:
+        with suppress(OSError):
+            os.utime(found)  # those that were not used for longest are removed first
+    return found
 
 
 def _is_whole(path: Path) -> bool:
@@ -124,7 +135,10 @@ def digest(module: str) -> str:
 
 @cache
 def level() -> str:
-    """The processors whose code this machine runs: a level of x86-64, else this kind alone."""
+    """The processors whose code this machine runs: a level of x86-64, else this kind with these features alone.
+
+    A virtual machine may hide features of its processor.
+    """
     if platform.machine() in ("x86_64", "AMD64"):
         features = _features()
         for name, needed in LEVELS.items():
@@ -132,7 +146,9 @@ def level() -> str:
                 return name
     import llvmlite.binding as llvm
 
-    return f"{platform.machine()}-{llvm.get_host_cpu_name()}"
+    features = sorted(name for name, has in llvm.get_host_cpu_features().items() if has)
+    few = hashlib.sha256(" ".join(features).encode()).hexdigest()[:8]
+    return f"{platform.machine()}-{llvm.get_host_cpu_name()}-{few}"
 
 
 def _features() -> set[str]:
@@ -219,6 +235,16 @@ def _compiled(module: str, directory: Path, linked: bool) -> Path:
         last = run.stderr.strip().rpartition("\n")[2] or "its result is not there"
         raise CannotRun(f"{what}: {last}; try it yourself: {' '.join(command)}")
     return made
+
+
+@cache
+def _say_again(reasons: str) -> None:
+    from bridge.core.errors import warn
+
+    warn(
+        f"kernels are compiled again in every process, some seconds for each file: {reasons}; set XDG_CACHE_HOME to "
+        "one that only you can write"
+    )
 
 
 @cache

@@ -107,6 +107,40 @@ def test_the_entry_that_was_not_used_for_longest_makes_room(folder: Path, monkey
     assert {entry.what for entry in cache.entries()} == {"a", "c"}
 
 
+def test_what_killed_writes_left_is_removed_when_they_cannot_run_any_more(folder: Path) -> None:
+    cache.store("graphs", KEY, "a model", b"content")
+    old, new = folder / f".{KEY[:32]}.cached.7.partial", folder / f".{KEY[:32]}.cached.8.partial"
+    foreign = folder / "notes.partial"
+    for path in (old, new, foreign):
+        path.touch()
+        os.utime(path, (1, 1)) if path != new else None
+    cache.make_room("graphs")
+    assert not old.exists() and new.exists() and foreign.exists()
+    os.utime(new, (1, 1))
+    cache.clear()
+    assert [path.name for path in folder.iterdir()] == ["notes.partial"]
+
+
+def test_kernels_that_were_not_used_for_longest_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MAX_FILES", 1)
+    kernels = cache.directory("kernels")
+    kernels.mkdir(parents=True)
+    for number, name in enumerate("ab"):
+        path = kernels / f"fp8-{name * 16}.linux-x86-64-v3.so"
+        path.touch()
+        os.utime(path, (number, number))
+    cache.make_room("kernels")
+    assert [entry.path.name[4] for entry in cache.entries()] == ["b"]
+
+
+def test_a_home_that_this_user_cannot_enter_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exists(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert "cannot be reached: Permission denied; set XDG_CACHE_HOME" in cache.why_nothing_is_kept()
+
+
 def test_processes_that_need_one_entry_make_it_once(folder: Path, tmp_path: Path) -> None:
     waiting = [started(tmp_path) for _ in range(3)]
     wait_for(tmp_path / "made")

@@ -6,13 +6,16 @@ import os
 import subprocess
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bridge._kernels import native, objects
+from bridge.cli.terminal import Exit, session
 from bridge.core.errors import BridgeWarning, CannotRun
+from bridge.core.output import cache
 
 CODE = objects.sealed(b"machine code")
 
@@ -31,6 +34,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     beside = tmp_path / "beside" / "objects"  # its parent is not there: nothing can be written
     monkeypatch.setattr(objects, "BESIDE", beside)
     monkeypatch.setattr(objects, "_compiled", compiled)
+    objects._say_again.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "qbridge" / "kernels" / f"{objects.file_name('smooth', objects.level())}{objects.LINKED}"
     path.parent.mkdir(parents=True, mode=0o700)
@@ -87,7 +91,7 @@ def test_a_directory_whose_own_directory_is_another_users_is_not_read(
 ) -> None:
     of_another_user(cached.parent.parent, monkeypatch)
     with (
-        pytest.warns(RuntimeWarning, match=rf"{cached.parent.parent} belongs to another user"),
+        pytest.warns(BridgeWarning, match=rf"{cached.parent.parent} belongs to another user"),
         pytest.raises(Compiled),
     ):
         objects.stored("smooth")
@@ -98,7 +102,7 @@ def test_a_directory_of_another_user_or_behind_a_link_is_neither_read_nor_writte
 ) -> None:
     def refused(reason: str) -> None:
         text = rf"compiled again in every process.*{cached.parent} {reason}; set XDG_CACHE_HOME"
-        with pytest.warns(RuntimeWarning, match=text), pytest.raises(Compiled, match=str(objects._temporary())):
+        with pytest.warns(BridgeWarning, match=text), pytest.raises(Compiled, match=str(objects._temporary())):
             objects.stored("smooth")
 
     with monkeypatch.context() as other:
@@ -158,6 +162,56 @@ def test_object_files_are_compiled_where_a_library_is_of_no_use(cached: Path) ->
     plain.chmod(0o600)
     assert objects.stored("smooth", linked=False) == plain
     assert objects.stored("smooth") == cached
+
+
+def test_code_of_a_lower_level_serves_a_higher_one(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for here, found in (("x86-64-v3", True), ("x86-64-v4", True)):
+        monkeypatch.setattr(objects, "level", lambda here=here: here)
+        lower = cached.with_name(f"{objects.file_name('smooth', 'x86-64-v3')}{objects.LINKED}")
+        if cached != lower and cached.exists():
+            cached.rename(lower)
+        assert (objects.stored("smooth") == lower) is found
+    higher = lower.rename(lower.with_name(f"{objects.file_name('smooth', 'x86-64-v4')}{objects.LINKED}"))
+    assert objects.stored("smooth") == higher
+    monkeypatch.setattr(objects, "level", lambda: "x86-64-v3")
+    with pytest.raises(Compiled):
+        objects.stored("smooth")
+
+
+def test_a_processor_without_a_level_is_known_by_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    import llvmlite.binding as llvm
+
+    monkeypatch.setattr(objects, "_features", lambda: {"avx"})
+    levels = set()
+    for features in ({"avx": True, "avx2": True}, {"avx": True, "avx2": False}, {"avx": True}):
+        monkeypatch.setattr(llvm, "get_host_cpu_features", lambda features=features: features)
+        objects.level.cache_clear()
+        levels.add(objects.level())
+    objects.level.cache_clear()
+    assert len(levels) == 2
+
+
+def test_what_is_compiled_by_others_meanwhile_is_taken(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that find nothing wait for the one that compiles."""
+    away = cached.rename(cached.with_name("away"))
+
+    @contextmanager
+    def making(kind: str, key: str) -> Iterator[None]:
+        assert kind == "kernels" and key
+        away.rename(cached)
+        yield
+
+    monkeypatch.setattr(cache, "making", making)
+    assert objects.stored("smooth") == cached
+
+
+def test_a_user_of_the_command_reads_why_kernels_are_compiled_again(
+    cached: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    of_another_user(cached.parent, monkeypatch)
+    with pytest.raises(Exit), session():  # `Compiled` is no error of ours
+        objects.stored("smooth")
+    assert "belongs to another user; set XDG_CACHE_HOME to one that only you can write" in capfd.readouterr().err
 
 
 def test_compiling_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

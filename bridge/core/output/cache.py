@@ -31,6 +31,7 @@ SUFFIX, LOCK = ".cached", ".lock"
 _ENTRY = re.compile(r"[0-9a-f]{32}\.cached")
 # A file of kernels, the digest of its source, system, processor.
 _KERNELS = re.compile(r"\w+-[0-9a-f]{16}\.\w+-[\w-]+(\.so)?")
+_PARTIAL = re.compile(r"\.[\w.-]+\.partial")  # of `write_whole`
 _LOCKS = re.compile(r"[0-9a-f]{32}\.lock")
 T = TypeVar("T")
 
@@ -69,7 +70,10 @@ def why_nothing_is_kept() -> str:
         place = directory("")
     except RuntimeError:
         return "this user has no home directory; set XDG_CACHE_HOME to a directory"
-    there = next(path for path in (place, *place.parents) if path.exists())
+    try:
+        there = next(path for path in (place, *place.parents) if path.exists())
+    except OSError as error:
+        return f"{place} cannot be reached: {error.strerror}; set XDG_CACHE_HOME to a directory"
     if not there.is_dir():
         return f"{there} is not a directory"
     return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
@@ -96,8 +100,14 @@ def store(kind: str, key: str, what: str, body: bytes) -> None:
         make_directory(path.parent)
         head = {"key": key, "digest": hashlib.sha256(body).hexdigest(), "what": what}
         write_whole(path, json.dumps(head, sort_keys=True).encode() + b"\n" + body)
-        by_age = sorted(_files(kind, _ENTRY), key=lambda file: file.stat().st_mtime)
-        for old in by_age[:-MAX_FILES]:
+        make_room(kind)
+
+
+def make_room(kind: str) -> None:
+    """Remove the files of a kind that were not used for longest, and what killed writes left."""
+    with suppress(OSError):
+        by_age = sorted(_files(kind, _name_of(kind)), key=lambda file: file.stat().st_mtime)
+        for old in [*by_age[:-MAX_FILES], *_abandoned(kind)]:
             old.unlink(missing_ok=True)
 
 
@@ -143,7 +153,7 @@ def entries() -> list[Entry]:
     """What the cache holds, by kind, the last used first; compiled kernels are files of another form."""
     found = []
     for kind in KINDS:
-        for path in _files(kind, _KERNELS if kind == "kernels" else _ENTRY):
+        for path in _files(kind, _name_of(kind)):
             with suppress(OSError):
                 status = path.stat()
                 found.append(Entry(kind, _what(path, kind), status.st_size, status.st_mtime, path))
@@ -159,6 +169,8 @@ def clear() -> list[Entry]:
     for kind in KINDS:
         for path in _files(kind, _LOCKS):
             _remove_unlocked(path)
+        for path in _abandoned(kind):
+            path.unlink(missing_ok=True)
     return removed
 
 
@@ -233,6 +245,16 @@ def _files(kind: str, name: re.Pattern[str]) -> list[Path]:
         return [path for path in paths if name.fullmatch(path.name) and path.is_file() and not path.is_symlink()]
     except (OSError, RuntimeError):
         return []
+
+
+def _name_of(kind: str) -> re.Pattern[str]:
+    return _KERNELS if kind == "kernels" else _ENTRY
+
+
+def _abandoned(kind: str) -> list[Path]:
+    """What killed writes left: no write takes as long."""
+    before = time.time() - MAX_WAIT
+    return [path for path in _files(kind, _PARTIAL) if path.stat().st_mtime < before]
 
 
 def _remove_unlocked(path: Path) -> None:
