@@ -12,13 +12,16 @@ import torch
 from bridge.sources.pruned.kept import Kept
 
 _FOUR = {"num_hidden_layers": 4}
+_GLM4_MOE = {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2, "use_qk_norm": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": _FOUR,
     "DeepseekV3ForCausalLM": _FOUR | {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
+    "Dots1ForCausalLM": _FOUR | {"num_experts_per_tok": 2, "first_k_dense_replace": 2, "attention_bias": True},
     "GPT2LMHeadModel": {"n_layer": 4},
     "Gemma2ForCausalLM": _FOUR,
     "Gemma3ForCausalLM": _FOUR,
     "GemmaForCausalLM": _FOUR,
+    "Glm4MoeForCausalLM": _FOUR | _GLM4_MOE,
     "GptOssForCausalLM": _FOUR,
     "LlamaForCausalLM": _FOUR | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "MistralForCausalLM": _FOUR,
