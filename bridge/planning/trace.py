@@ -36,7 +36,7 @@ from bridge.sources.source import Source
 # which experts run; the recurrent parts are small, and errors in them add up over the sequence.
 _KEPT = {
     "output head": ("*output_layer", "*proj_out", "output"),
-    "router": ("*router*", "*.gate", "*.shared_expert_gate"),
+    "router": ("*router*", "*.gate", "*.gate.wg", "*.shared_expert_gate"),
     "recurrent": ("*mixer.conv1d", "*self_attention.conv1d", "*linear_attn.conv1d", "*linear_attn.in_proj_[ab]*"),
     "draft layers": ("mtp.*",),
 }

@@ -50,6 +50,9 @@ DECODERS: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": _MLA,
     "Dots1ForCausalLM": _TEXT | _GROUPED,
     "Ernie4_5ForCausalLM": _TEXT,
+    "Ernie4_5_MoeForCausalLM": _SQUARE | {
+        "moe_intermediate_size": 44, "moe_num_experts": 5, "moe_k": 3, "moe_num_shared_experts": 1,
+    },
     "Exaone4ForCausalLM": _TEXT | {"sliding_window": 16, "sliding_window_pattern": 2},
     "FalconForCausalLM": {key: _PLAIN[key] for key in _PLAIN if key != "intermediate_size"},
     "GPT2LMHeadModel": _GPT,
@@ -73,6 +76,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "GraniteForCausalLM": _SQUARE,
     "HeliumForCausalLM": _TEXT,
     "HunYuanDenseV1ForCausalLM": _TEXT,
+    "HunYuanMoEV1ForCausalLM": _TEXT | {"num_experts": 5, "moe_topk": 3},
     "JambaForCausalLM": _SQUARE | _STATE | {
         "num_experts": 5, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
         "mamba_dt_rank": 8, "use_mamba_kernels": False,
@@ -130,11 +134,11 @@ OTHERS: dict[str, dict[str, Any]] = {
 # Whose blocks are, module by module, of a kind that another family above has: grids leave them to `product`.
 ALIKE = {
     "ArceeForCausalLM", "BioGptForCausalLM", "CodeGenForCausalLM", "Cohere2ForCausalLM", "DeepseekV2ForCausalLM",
-    "Dots1ForCausalLM", "Ernie4_5ForCausalLM", "GPTBigCodeForCausalLM", "GemmaForCausalLM", "Glm4ForCausalLM",
-    "Glm4MoeForCausalLM", "GlmForCausalLM", "GraniteForCausalLM", "HeliumForCausalLM", "HunYuanDenseV1ForCausalLM",
-    "MiniMaxM2ForCausalLM", "MistralForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM", "PersimmonForCausalLM",
-    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM",
-    "Starcoder2ForCausalLM", "XGLMForCausalLM",
+    "Dots1ForCausalLM", "Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM", "GPTBigCodeForCausalLM", "GemmaForCausalLM",
+    "Glm4ForCausalLM", "Glm4MoeForCausalLM", "GlmForCausalLM", "GraniteForCausalLM", "HeliumForCausalLM",
+    "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "MiniMaxM2ForCausalLM", "MistralForCausalLM",
+    "Olmo3ForCausalLM", "OlmoeForCausalLM", "PersimmonForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    "SeedOssForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM", "XGLMForCausalLM",
 }  # fmt: skip
 STACKED = {"GptOssForCausalLM": _TEXT | {"num_local_experts": 5, "num_experts_per_tok": 3}}  # experts in one tensor
 

@@ -44,6 +44,12 @@ def tiny_fields(architecture: str) -> dict[str, Any]:
     if architecture.startswith(("DeepseekV3", "Glm4Moe", "Dots1")):
         fields |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
         fields |= {"first_k_dense_replace": 1, "n_shared_experts": 2}
+    if architecture.startswith("Ernie4_5_Moe"):
+        fields |= {"moe_num_experts": 4, "moe_k": 2}
+    if architecture.startswith("HunYuan"):
+        fields |= {"head_dim": 128}  # RoPE of transformers needs it, its default is none
+    if architecture.startswith("HunYuanMoE"):
+        fields |= {"num_experts": 3, "moe_topk": 2}
     if architecture.startswith("Nemotron"):
         fields |= {"num_key_value_heads": 8}  # transformers has a default that its own model cannot be built with
     return fields

@@ -127,6 +127,7 @@ def _attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     v = _linear(roles, "attn.v", layer, x).view(length, f.kv_heads, -1).transpose(0, 1)
     q = _rotate(_norm(roles, "attn.q_norm", layer, q, f), f.theta[layer], f.rotary)
     k = _rotate(_norm(roles, "attn.k_norm", layer, k, f), f.theta[layer], f.rotary)
+    q, k = _norm(roles, "attn.q_rope_norm", layer, q, f), _norm(roles, "attn.k_rope_norm", layer, k, f)
     share = f.heads // f.kv_heads  # query heads that look at one key head
     k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
     scores = q @ k.transpose(1, 2) * (f.scale or 1 / math.sqrt(q.shape[-1]))

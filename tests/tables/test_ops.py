@@ -30,6 +30,8 @@ def calls(draw: st.DrawFn) -> tuple[str, list[Shape], dict[str, int]]:
             return name, [(groups * draw(size), *tail) for _ in range(inputs)], {"groups": groups}
         case "stack":
             return name, [(groups, *tail)] * inputs, {"experts": inputs}
+        case "unsqueeze":
+            return name, [(groups,)], {}
         case "transpose":
             return name, [(groups, draw(size))], {}
         case "rope":
@@ -104,6 +106,7 @@ def test_shift_is_undone_where_the_sum_is_exact(numbers: list[int], by: int) -> 
         ("interleave", [(6, 3), (5, 3)], {"groups": 3}, "cannot make 3 groups out of 5 rows"),
         ("interleave", [(6, 3), (6, 4)], {"groups": 3}, "`interleave` cannot join"),
         ("transpose", [(2, 3, 4)], {}, "needs a matrix"),
+        ("unsqueeze", [(2, 3)], {}, "needs a vector"),
         ("rope", [(6, 3)], {"heads": 2}, "cannot make 2 heads of pairs out of 6 rows"),
         ("pad", [(6, 3)], {"multiple": 0}, "multiple of 0"),
         ("rope", [(12, 3)], {"heads": 0}, "cannot make 0 heads"),

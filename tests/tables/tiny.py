@@ -55,6 +55,10 @@ _DOTS1 = _LLAMA | {
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True, "sliding_window": 23,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
 }  # fmt: skip
+_ERNIE_MOE = _SQUARE | {
+    "moe_intermediate_size": 28, "moe_num_experts": 5, "moe_k": 3, "moe_num_shared_experts": 3,
+    "moe_layer_end_index": 1, "pad_token_id": 0,
+}  # fmt: skip
 _GPT_OSS = _LLAMA | {
     "intermediate_size": 28, "num_local_experts": 5, "num_experts_per_tok": 3, "swiglu_limit": 0.7,
     "sliding_window": 23, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -101,6 +105,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe-plain": ("Glm4MoeForCausalLM", _GLM4_MOE | {"attention_bias": False, "use_qk_norm": False}),
     "dots1": ("Dots1ForCausalLM", _DOTS1),
     "dots1-biases": ("Dots1ForCausalLM", _DOTS1 | {"attention_bias": True}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", _LLAMA | {"pad_token_id": 0}),
+    "ernie4_5-biases": ("Ernie4_5ForCausalLM", _LLAMA | {"use_bias": True, "tie_word_embeddings": False}),
+    "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", _ERNIE_MOE),
+    "ernie4_5_moe-biases": ("Ernie4_5_MoeForCausalLM", _ERNIE_MOE | {"use_bias": True, "tie_word_embeddings": False}),
+    "hunyuan_dense": ("HunYuanDenseV1ForCausalLM", _LLAMA),
+    "hunyuan_dense-biases": ("HunYuanDenseV1ForCausalLM", _LLAMA | {"attention_bias": True}),
+    "hunyuan_moe": ("HunYuanMoEV1ForCausalLM", _LLAMA | {"num_experts": 5, "moe_topk": 3}),
+    "hunyuan_moe-biases": (
+        "HunYuanMoEV1ForCausalLM",
+        _LLAMA | {"num_experts": 5, "moe_topk": [2, 2, 2], "attention_bias": True},
+    ),
     "bert": ("BertModel", _BERT),
     "bert-masked": ("BertForMaskedLM", _BERT),
     "bert-masked-untied": ("BertForMaskedLM", _BERT | {"tie_word_embeddings": False}),
@@ -211,6 +226,10 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
         more |= {"share": "sigmoid", "share_scale": config["routed_scaling_factor"]}
     if family == "glm4_moe":
         more |= {"rotary": int(config["head_dim"] * 0.6)}
+    if family == "ernie4_5_moe":
+        more = {"top_k": config["moe_k"]}
+    if family == "hunyuan_moe":
+        more = {"top_k": config["moe_topk"] if isinstance(config["moe_topk"], int) else config["moe_topk"][0]}
     if family == "mixtral" or case == "qwen3-moe":
         more |= {"top_k": config["num_experts_per_tok"], "renormalize": config.get("norm_topk_prob", True)}
     return Formulas(3, config["num_attention_heads"], config["num_key_value_heads"], theta, window, eps, **more)

@@ -3,8 +3,9 @@
     [prune.layers]  field of config.json = how it speaks of layers
     [prune.wants]   "formula over fields and dims of the pruned model" = "why it must hold"
 
-A field of layers is a list with an entry for "each", a list of "which" they are, or the count of the "first" ones that
-are of a kind. `each or formula` gives the list of a config that has none. `dropped` in a formula: whether layers are.
+A field of layers is a list with an entry for "each" (or one value for all), a list of "which" they are, the count of
+the "first" ones of a kind, or the number of the "last" one of a kind (-1: the model's last). `each or formula` gives
+the list of a config that has none. `dropped` in a formula: whether layers are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from bridge.core.mappings import TableFile
 from bridge.tables.architectures.arch import ArchTable
 from bridge.tables.expressions.grammar import Formula, parse_formula
 
-_KINDS = ("each", "which", "first")
+_KINDS = ("each", "which", "first", "last")
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,13 @@ class LayerField:
     def of(self, value: Any, layers: Sequence[int]) -> Any:
         """The field's value when only `layers` are left."""
         if self.kind == "each":
-            return [value[layer] for layer in layers]
+            return [value[layer] for layer in layers] if isinstance(value, list) else value
         if self.kind == "which":
             return [at for at, layer in enumerate(layers) if layer in value]
-        return sum(layer < value for layer in layers)
+        if self.kind == "first":
+            return sum(layer < value for layer in layers)
+        left = sum(layer <= value for layer in layers)
+        return value if value == -1 else left - 1 if left else -2  # -2: before the first, and not counted from the end
 
 
 @dataclass(frozen=True)

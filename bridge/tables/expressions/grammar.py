@@ -2,7 +2,8 @@
 
 row   = role | op(row, ..., count=formula)        interleave(attn.q.weight, attn.k.weight, groups=kv_heads)
 formula = names, numbers, lists, + - * // %, comparisons, `in`, and / or / not, functions      head_dim or hidden
-function = len(list) | range(count) | sliding(layers, [local, full])      the kinds of layers, local ones first
+function = len(list) | max(number or list) | range(count) | sliding(layers, [local, full])      the kinds of layers,
+           local ones first
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
 MAX_COUNT = 1 << 16  # the largest number that a formula counts to
 MAX_LENGTH = 4096  # characters of an expression
 MAX_DEPTH = 48  # nested nodes of an expression, which is walked by recursion
-_FUNCTIONS = {"len": 1, "range": 1, "sliding": 2}  # name -> number of arguments
+_FUNCTIONS = {"len": 1, "max": 1, "range": 1, "sliding": 2}  # name -> number of arguments
 _ORDER: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
@@ -221,7 +222,7 @@ def _allow(node: ast.expr, text: str, place: Place) -> None:
         case ast.Call(func=ast.Name(id=name), keywords=[]) if len(node.args) == _FUNCTIONS.get(name):
             parts = node.args
         case _:
-            allowed = "names, numbers, lists, + - * // %, comparisons, in, and / or / not, len(x), range(n), "
+            allowed = "names, numbers, lists, + - * // %, comparisons, in, and / or / not, len(x), max(x), range(n), "
             allowed += "sliding(layers, [local, full])"
             raise place.error(f"`{ast.unparse(node)}` in `{text}` is not allowed here", hint=allowed)
     for part in parts:
@@ -258,12 +259,22 @@ def _value(node: ast.expr, names: Mapping[str, object], text: str) -> object:
             return tuple(range(_few(_integer(argument, names, text), text)))
         case ast.Call(func=ast.Name(id="sliding"), args=[count, argument]):
             return _sliding(_integer(count, names, text), _value(argument, names, text), text)
+        case ast.Call(func=ast.Name(id="max"), args=[argument]):
+            return _largest(_value(argument, names, text), text)
         case ast.Call(args=[argument]):
             items = _value(argument, names, text)
             if isinstance(items, Mapping | list | tuple):
                 return len(items)
             raise PlanError(f"`{text}` needs a list, the config has {ast.unparse(argument)} = {items!r}")
     raise AssertionError(f"not on the white list: {ast.dump(node)}")
+
+
+def _largest(value: object, text: str) -> int:
+    """The largest of a list, as of numbers by layer; a number is itself."""
+    numbers = value if isinstance(value, list) else [value]
+    if numbers and all(isinstance(number, int) for number in numbers):
+        return int(max(numbers))
+    raise PlanError(f"`{text}` needs a number or a list of them, the config has {value!r}")
 
 
 def _sliding(layers: int, pattern: object, text: str) -> list[str]:

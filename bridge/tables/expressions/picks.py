@@ -103,6 +103,8 @@ def _ordered(expr: Expr, axes: Axes, starts: Mapping[str, int]) -> tuple[Positio
             return (*rest, first)
         case "stack":
             return (axes.experts, *inputs[0])
+        case "unsqueeze":
+            return (np.arange(1), first)
         case "shift":
             return inputs[0]
     raise PlanError(f"`{expr}`: a tensor made by `{expr.op}` cannot be cut")

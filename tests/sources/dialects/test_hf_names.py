@@ -22,6 +22,7 @@ from bridge.sources.weights.containers import Files
 from bridge.tables.architectures.arch import parse_arch
 from bridge.tables.architectures.roles import load_roles
 from bridge.tables.dialects.dialect import load_dialect, parse_dialect
+from tests.models import decoder_families
 from tests.sources.tiny_families import FAMILIES, build
 from tests.test_imports import command, modules
 
@@ -112,6 +113,13 @@ def test_models_with_shared_experts_and_plain_attention_are_read(kind: str, tmp_
     config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **experts)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16).eval()
+    equal(raw(model, tmp_path), tmp_path / "saved")
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("kind", "field"), [("Ernie4_5_Moe", "use_bias"), ("HunYuanMoEV1", "attention_bias")])
+def test_models_with_names_of_their_own_are_read(kind: str, field: str, biased: bool, tmp_path: Path) -> None:
+    model = decoder_families.build(f"{kind}ForCausalLM", tie_word_embeddings=False, **{field: biased})
     equal(raw(model, tmp_path), tmp_path / "saved")
 
 

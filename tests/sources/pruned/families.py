@@ -17,12 +17,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": _FOUR,
     "DeepseekV3ForCausalLM": _FOUR | {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
     "Dots1ForCausalLM": _FOUR | {"num_experts_per_tok": 2, "first_k_dense_replace": 2, "attention_bias": True},
+    "Ernie4_5ForCausalLM": _FOUR | {"use_bias": True},
+    "Ernie4_5_MoeForCausalLM": _FOUR | {"moe_layer_start_index": 1, "moe_layer_end_index": 2, "head_dim": 10},
     "GPT2LMHeadModel": {"n_layer": 4},
     "Gemma2ForCausalLM": _FOUR,
     "Gemma3ForCausalLM": _FOUR,
     "GemmaForCausalLM": _FOUR,
     "Glm4MoeForCausalLM": _FOUR | _GLM4_MOE,
     "GptOssForCausalLM": _FOUR,
+    "HunYuanDenseV1ForCausalLM": _FOUR | {"attention_bias": True},
+    "HunYuanMoEV1ForCausalLM": _FOUR | {"moe_topk": [2, 3, 2, 3]},
     "LlamaForCausalLM": _FOUR | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "MistralForCausalLM": _FOUR,
     "MixtralForCausalLM": _FOUR,
@@ -34,8 +38,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Starcoder2ForCausalLM": _FOUR,
 }
 _ATTENTION = re.compile(r"(o_proj|attn\.c_proj|attention\.output\.dense)$")
-_SHARED = re.compile(r"shared_experts\.down_proj$")
-_MLP = re.compile(r"((?<!shared_experts)\.down_proj|mlp\.c_proj|\.\d+\.output\.dense)$")
+_SHARED = re.compile(r"shared_(experts|mlp)\.down_proj$")
+_MLP = re.compile(r"((?<!shared_experts)(?<!shared_mlp)\.down_proj|mlp\.c_proj|\.\d+\.output\.dense)$")
 
 
 def random_scores(before: dict[str, int], layers: int, seed: int = 0) -> dict[str, dict[Any, np.ndarray]]:

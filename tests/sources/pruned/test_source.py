@@ -45,11 +45,13 @@ REFUSED: dict[str, dict[str, str]] = {
     "BertForMaskedLM": WIDTH_OVER_HEADS,
     "DeepseekV3ForCausalLM": SHARED | {"experts": "", "numbers": ""},
     "Dots1ForCausalLM": SHARED,
+    "Ernie4_5_MoeForCausalLM": SHARED,
     "GPT2LMHeadModel": WIDTH_OVER_HEADS,
     "Gemma2ForCausalLM": SCALED,
     "Gemma3ForCausalLM": SCALED,
     "GemmaForCausalLM": SCALED,
     "Glm4MoeForCausalLM": SHARED,
+    "HunYuanMoEV1ForCausalLM": {"moe_ffn": "no config has shared_ffn=80 with moe_ffn=28: it would be 28"},
 }
 
 
