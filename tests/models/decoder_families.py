@@ -140,7 +140,15 @@ ALIKE = {
     "Olmo3ForCausalLM", "OlmoeForCausalLM", "PersimmonForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
     "SeedOssForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM", "XGLMForCausalLM",
 }  # fmt: skip
-STACKED = {"GptOssForCausalLM": _TEXT | {"num_local_experts": 5, "num_experts_per_tok": 3}}  # experts in one tensor
+_LOCAL = {"num_local_experts": 5, "num_experts_per_tok": 3}
+STACKED: dict[str, dict[str, Any]] = {  # experts in one tensor
+    "GptOssForCausalLM": _TEXT | _LOCAL,
+    "GraniteMoeForCausalLM": _SQUARE | _LOCAL,
+    "GraniteMoeSharedForCausalLM": _SQUARE | _LOCAL | {"shared_intermediate_size": 36},
+    "Llama4ForCausalLM": _TEXT | _LOCAL | {
+        "intermediate_size_mlp": 88, "moe_layers": [1], "attention_chunk_size": 16, "no_rope_layers": [1, 0],
+    },
+}  # fmt: skip
 
 
 def build(name: str, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Any:

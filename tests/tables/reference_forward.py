@@ -29,7 +29,10 @@ class Formulas:
 
     `rotary`: how many values of a head turn, the first ones; 0: all. `nope`: how many do not where keys come from a
     latent; the others turn. `share`: what makes an expert's share of its score. `limit`: gate and up are clamped to
-    it, as in gpt-oss; 0: experts are gated as a dense MLP is.
+    it, as in gpt-oss; 0: experts are gated as a dense MLP is. `chunks`: a window is a chunk, which sees nothing before
+    it. `unit_heads`: queries and keys that turn are divided by their root mean square; `temper`: those that do not grow
+    with the logarithm of the position, see Llama 4. `scales_input`: an expert's share multiplies what it reads. `seen`:
+    how many positions an indexer chooses.
     """
 
     layers: int
@@ -44,6 +47,8 @@ class Formulas:
     attention_cap: float = 0.0
     final_cap: float = 0.0
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     top_k: int = 0
     renormalize: bool = True
     rotary: int = 0
@@ -51,6 +56,11 @@ class Formulas:
     share: str = "softmax"
     share_scale: float = 1.0
     limit: float = 0.0
+    chunks: bool = False
+    unit_heads: bool = False
+    temper: tuple[int, float] = (1, 0.0)
+    scales_input: bool = False
+    seen: int = 0
 
 
 def hidden_states(roles: Roles, f: Formulas, ids: Tensor, types: Tensor | None = None) -> Tensor:
@@ -64,10 +74,10 @@ def hidden_states(roles: Roles, f: Formulas, ids: Tensor, types: Tensor | None =
     for layer in range(f.layers):
         attention = _latent_attention if ("mla.o.weight", layer, None) in roles else _attention
         y = attention(roles, f, layer, _norm(roles, "attn.norm", layer, x, f))
-        x = x + _norm(roles, "attn.post_norm", layer, y, f)
+        x = x + _norm(roles, "attn.post_norm", layer, y, f) * f.residual_scale
         x = _norm(roles, "attn.add_norm", layer, x, f)
         y = _mlp(roles, f, layer, _norm(roles, "mlp.norm", layer, x, f))
-        x = x + _norm(roles, "mlp.post_norm", layer, y, f)
+        x = x + _norm(roles, "mlp.post_norm", layer, y, f) * f.residual_scale
         x = _norm(roles, "mlp.add_norm", layer, x, f)
     return _norm(roles, "final.norm", None, x, f)
 
@@ -77,7 +87,7 @@ def vocabulary_logits(roles: Roles, f: Formulas, x: Tensor) -> Tensor:
     if ("mlm.dense.weight", None, None) in roles:
         x = ACTIVATIONS[f.activation](_linear(roles, "mlm.dense", None, x))
         x = _norm(roles, "mlm.norm", None, x, f)
-    logits = _linear(roles, "head", None, x)
+    logits = _linear(roles, "head", None, x) * f.logit_scale
     return f.final_cap * torch.tanh(logits / f.final_cap) if f.final_cap else logits
 
 
@@ -128,6 +138,7 @@ def _attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     q = _rotate(_norm(roles, "attn.q_norm", layer, q, f), f.theta[layer], f.rotary)
     k = _rotate(_norm(roles, "attn.k_norm", layer, k, f), f.theta[layer], f.rotary)
     q, k = _norm(roles, "attn.q_rope_norm", layer, q, f), _norm(roles, "attn.k_rope_norm", layer, k, f)
+    q, k = _like_llama4(f, layer, q, k)
     share = f.heads // f.kv_heads  # query heads that look at one key head
     k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
     scores = q @ k.transpose(1, 2) * (f.scale or 1 / math.sqrt(q.shape[-1]))
@@ -136,7 +147,8 @@ def _attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     behind = torch.arange(length)[:, None] - torch.arange(length)[None, :]
     hidden = (behind < 0) & f.causal
     if f.window[layer]:
-        hidden = hidden | (behind >= f.window[layer])
+        first = torch.arange(length)[:, None] % f.window[layer] + 1 if f.chunks else f.window[layer]
+        hidden = hidden | (behind >= first)
     scores = scores.masked_fill(hidden, -math.inf)
     if ("attn.sink.bias", layer, None) in roles:
         sink = roles["attn.sink.bias", layer, None][:, None, None].expand(-1, length, 1)
@@ -144,6 +156,19 @@ def _attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     else:
         weights = scores.softmax(-1)
     return _linear(roles, "attn.o", layer, (weights @ v).transpose(0, 1).reshape(length, -1))
+
+
+def _like_llama4(f: Formulas, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads of one length after RoPE; without RoPE, queries that grow with their position."""
+    if f.theta[layer]:
+        return (q, k) if not f.unit_heads else (_unit(q, f.eps), _unit(k, f.eps))
+    floor, scale = f.temper
+    position = torch.arange(1, q.shape[1] + 1, dtype=q.dtype)
+    return q * (torch.log1p((position / floor).floor()) * scale + 1)[:, None], k
+
+
+def _unit(x: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def _latent_attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
@@ -164,8 +189,21 @@ def _latent_attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tenso
     q = torch.cat([q[..., : f.nope], _rotate(_halves(q[..., f.nope :]), f.theta[layer])], -1)
     scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
     hidden = torch.arange(length)[:, None] < torch.arange(length)[None, :]
+    if f.seen:
+        latent = _norm(roles, "mla.q_a_norm", layer, _linear(roles, "mla.q_a", layer, x), inner)
+        hidden = hidden | _not_chosen(roles, inner, layer, x, latent, hidden)
     weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
     return _linear(roles, "mla.o", layer, (weights @ kv[..., f.nope :]).transpose(0, 1).reshape(length, -1))
+
+
+def _not_chosen(roles: Roles, f: Formulas, layer: int, x: Tensor, latent: Tensor, hidden: Tensor) -> Tensor:
+    """The indexer of DeepSeek-V3.2: what is not among the positions of the highest scores; query, key."""
+    share = _linear(roles, "mla.index.share", layer, x)  # positions, heads
+    k = _norm(roles, "mla.index.k_norm", layer, _linear(roles, "mla.index.k", layer, x), f)
+    q = _linear(roles, "mla.index.q", layer, latent).view(len(x), share.shape[1], -1).transpose(0, 1)
+    q, k = _rotate(q, f.theta[layer], f.rotary), _rotate(k, f.theta[layer], f.rotary)
+    scores = torch.einsum("qh,hqk->qk", share, (q @ k.T).relu()).masked_fill(hidden, -math.inf)
+    return torch.ones_like(hidden).scatter(1, scores.topk(min(f.seen, len(x))).indices, False)
 
 
 def _halves(x: Tensor) -> Tensor:
@@ -203,9 +241,10 @@ def _experts(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
         out = _linear(roles, "moe.shared.down", layer, gated)
     for position in range(len(x)):
         for weight, expert in zip(share[position], chosen[position].tolist(), strict=True):
-            row = x[position : position + 1]
+            row = x[position : position + 1] * (weight if f.scales_input else 1)
             gate = _linear(roles, "moe.gate", layer, row, expert)
             up = _linear(roles, "moe.up", layer, row, expert)
             gated = _clamped(gate, up, f.limit) if f.limit else act(gate) * up
-            out[position] += weight * _linear(roles, "moe.down", layer, gated, expert)[0]
+            part = _linear(roles, "moe.down", layer, gated, expert)[0]
+            out[position] += part if f.scales_input else weight * part
     return out

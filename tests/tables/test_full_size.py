@@ -103,6 +103,15 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-8x7b": ("MixtralForCausalLM", {}),
     "qwen3-moe-235b": ("Qwen3MoeForCausalLM", _QWEN3_235B),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
+    "deepseek-v3.2": ("DeepseekV32ForCausalLM", {}),
+    "granite-3.0-3b-a800m": (
+        "GraniteMoeForCausalLM",
+        {
+            "vocab_size": 49155, "hidden_size": 1536, "intermediate_size": 512, "num_attention_heads": 24,
+            "num_key_value_heads": 8, "num_local_experts": 40, "num_experts_per_tok": 8, "tie_word_embeddings": True,
+        },
+    ),
+    "llama-4-maverick": ("Llama4ForCausalLM", {"num_local_experts": 128, "interleave_moe_layer_step": 2}),
     "bert-large": (
         "BertForMaskedLM",
         {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
@@ -111,7 +120,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # These make some 40,000 meta tensors in ten seconds and more.
-_LARGE = ("qwen3-moe-235b", "deepseek-v3")
+_LARGE = ("qwen3-moe-235b", "deepseek-v3", "deepseek-v3.2")
 _PARAMS = [pytest.param(size, marks=[pytest.mark.slow] if size in _LARGE else []) for size in SIZES]
 
 

@@ -59,6 +59,15 @@ _ERNIE_MOE = _SQUARE | {
     "moe_intermediate_size": 28, "moe_num_experts": 5, "moe_k": 3, "moe_num_shared_experts": 3,
     "moe_layer_end_index": 1, "pad_token_id": 0,
 }  # fmt: skip
+_DEEPSEEK_V32 = _DEEPSEEK | {"index_n_heads": 9, "index_head_dim": 12, "index_topk": 11}
+_GRANITE = _SQUARE | {
+    "intermediate_size": 28, "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 2.5,
+}  # fmt: skip
+_LLAMA4 = _LLAMA | {
+    "intermediate_size": 28, "intermediate_size_mlp": 80, "num_local_experts": 5, "num_experts_per_tok": 2,
+    "moe_layers": [1], "no_rope_layers": [1, 0, 1], "attention_chunk_size": 23, "attn_scale": 0.4, "floor_scale": 9,
+}  # fmt: skip
 _GPT_OSS = _LLAMA | {
     "intermediate_size": 28, "num_local_experts": 5, "num_experts_per_tok": 3, "swiglu_limit": 0.7,
     "sliding_window": 23, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -116,6 +125,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanMoEV1ForCausalLM",
         _LLAMA | {"num_experts": 5, "moe_topk": [2, 2, 2], "attention_bias": True},
     ),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", _DEEPSEEK_V32),
+    "deepseek_v32-biases": ("DeepseekV32ForCausalLM", _DEEPSEEK_V32 | {"attention_bias": True}),
+    "granitemoe": ("GraniteMoeForCausalLM", _GRANITE),
+    "granitemoe-biases": ("GraniteMoeForCausalLM", _GRANITE | {"attention_bias": True}),
+    "granitemoe-shared": ("GraniteMoeSharedForCausalLM", _GRANITE | {"shared_intermediate_size": 36}),
+    "llama4": ("Llama4ForCausalLM", _LLAMA4),
+    "llama4-biases": ("Llama4ForCausalLM", _LLAMA4 | {"attention_bias": True, "use_qk_norm": False}),
     "bert": ("BertModel", _BERT),
     "bert-masked": ("BertForMaskedLM", _BERT),
     "bert-masked-untied": ("BertForMaskedLM", _BERT | {"tie_word_embeddings": False}),
@@ -221,9 +237,15 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
         more |= {"attention_cap": config["attn_logit_softcapping"], "final_cap": config["final_logit_softcapping"]}
     if family == "gemma3":
         theta = tuple(float(config["rope_parameters"][kind]["rope_theta"]) for kind in kinds)
-    if family in ("deepseek", "glm4_moe", "dots1"):
+    if family in ("deepseek", "deepseek_v32", "glm4_moe", "dots1"):
         more = {"nope": config.get("qk_nope_head_dim", 0), "top_k": config["num_experts_per_tok"]}
         more |= {"share": "sigmoid", "share_scale": config["routed_scaling_factor"]}
+    if family == "deepseek_v32":
+        more |= {"seen": config["index_topk"], "rotary": config["qk_rope_head_dim"]}
+    if family == "granitemoe":
+        more = _granite(config)
+    if family == "llama4":
+        window, theta, more = _llama4(config, theta)
     if family == "glm4_moe":
         more |= {"rotary": int(config["head_dim"] * 0.6)}
     if family == "ernie4_5_moe":
@@ -233,3 +255,18 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
     if family == "mixtral" or case == "qwen3-moe":
         more |= {"top_k": config["num_experts_per_tok"], "renormalize": config.get("norm_topk_prob", True)}
     return Formulas(3, config["num_attention_heads"], config["num_key_value_heads"], theta, window, eps, **more)
+
+
+def _granite(config: dict[str, Any]) -> dict[str, Any]:
+    scales = {"scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
+    scales |= {"residual_scale": "residual_multiplier", "top_k": "num_experts_per_tok"}
+    return {key: config[field] for key, field in scales.items()} | {"logit_scale": 1 / config["logits_scaling"]}
+
+
+def _llama4(config: dict[str, Any], theta: tuple[float, ...]) -> tuple[tuple[int, ...], tuple[float, ...], Any]:
+    chunk = config["attention_chunk_size"]
+    window = tuple(chunk if kind == "chunked_attention" else 0 for kind in config["layer_types"])
+    theta = tuple(base if turns else 0.0 for base, turns in zip(theta, config["no_rope_layers"], strict=True))
+    more = {"top_k": config["num_experts_per_tok"], "share": "sigmoid", "renormalize": False, "scales_input": True}
+    more |= {"chunks": True, "unit_heads": config["use_qk_norm"]}
+    return window, theta, more | {"temper": (config["floor_scale"], config["attn_scale"])}

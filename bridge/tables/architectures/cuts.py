@@ -19,7 +19,7 @@ def cuts_of(matched: Matched) -> dict[str, Cut]:
     """Return the roles of matrices that ranks share, each with the axis that they cut."""
     cuts = {}
     for entry in matched.entries:
-        for name in entry.roles:
+        for name in entry.roles if entry.expected else ():
             role = matched.table.roles.roles[name]
             if role.kind != "linear" or name in cuts:
                 continue

@@ -42,7 +42,7 @@ def parse_inputs(file: TableFile, roles: Mapping[str, Role]) -> tuple[InputRow, 
         place = file.place("inputs", key)
         readers = tuple(part.strip() for part in key.split(","))
         for reader in readers:
-            _role(reader, ("linear", "head"), roles, place)
+            _role(reader, ("linear", "head", "router"), roles, place)
             if reader in seen:
                 raise place.error(f"role `{reader}` has two inputs")
             seen.add(reader)

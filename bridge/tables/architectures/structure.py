@@ -138,7 +138,7 @@ def _site(matched: Matched, name: str, entry: Entry, layer: int | None, expert: 
         return None
     gated = expert is not None and entry.roles[0] in ("moe.gate.weight", "moe.up.weight")
     return Site(
-        module=name if entry.row.stacks else name.rpartition(".")[0],
+        module=name.removesuffix(".weight") if entry.row.stacks else name.rpartition(".")[0],
         weight=name,
         layout=layout_of(entry.row.expr),
         roles=entry.roles,

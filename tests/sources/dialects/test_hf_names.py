@@ -19,10 +19,11 @@ from bridge.core.errors import PlanError, SourceError, TableError
 from bridge.core.mappings import mappings, parse_table, read_table, table_files
 from bridge.sources.opening import open_source
 from bridge.sources.weights.containers import Files
-from bridge.tables.architectures.arch import parse_arch
+from bridge.tables.architectures.arch import Row, parse_arch
 from bridge.tables.architectures.roles import load_roles
 from bridge.tables.dialects.dialect import load_dialect, parse_dialect
 from tests.models import decoder_families
+from tests.models.decoder_families import STACKED
 from tests.sources.tiny_families import FAMILIES, build
 from tests.test_imports import command, modules
 
@@ -105,8 +106,8 @@ def test_bare_models_and_classifiers_are_read(kind: str, tmp_path: Path) -> None
     equal(raw(model, tmp_path), tmp_path / "saved")
 
 
-@pytest.mark.parametrize("kind", ["Glm4Moe", "Dots1"])
-def test_models_with_shared_experts_and_plain_attention_are_read(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Glm4Moe", "Dots1", "DeepseekV32"])
+def test_models_with_shared_experts_are_read(kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 101}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
@@ -120,6 +121,14 @@ def test_models_with_shared_experts_and_plain_attention_are_read(kind: str, tmp_
 @pytest.mark.parametrize(("kind", "field"), [("Ernie4_5_Moe", "use_bias"), ("HunYuanMoEV1", "attention_bias")])
 def test_models_with_names_of_their_own_are_read(kind: str, field: str, biased: bool, tmp_path: Path) -> None:
     model = decoder_families.build(f"{kind}ForCausalLM", tie_word_embeddings=False, **{field: biased})
+    equal(raw(model, tmp_path), tmp_path / "saved")
+
+
+@pytest.mark.parametrize("kind", ["GraniteMoe", "GraniteMoeShared"])
+def test_stacks_that_have_other_names_in_memory_are_read(kind: str, tmp_path: Path) -> None:
+    config = getattr(transformers, f"{kind}Config")(**STACKED[f"{kind}ForCausalLM"])
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16).eval()
     equal(raw(model, tmp_path), tmp_path / "saved")
 
 
@@ -189,11 +198,17 @@ def test_an_ordinary_directory_loads_no_dialect(tmp_path: Path) -> None:
     } & {*found}
 
 
-def test_every_table_with_an_expert_a_tensor_is_read_fused() -> None:
+def test_every_table_with_an_expert_a_tensor_or_a_module_of_experts_is_read_fused() -> None:
     dialect = load_dialect("transformers")
     tables = [parse_arch(read_table(path), load_roles()) for path in table_files("arch")]
-    fused = {name for table in tables if any("{e}" in row.name for row in table.rows) for name in table.architectures}
-    assert dialect.architectures.keys() == fused
+    experts = [row for table in tables for row in table.rows if "{e}" in row.name or _stacked_module(row)]
+    files = {row.place.file for row in experts}
+    assert dialect.architectures.keys() == {n for t in tables if t.file.name in files for n in t.architectures}
+
+
+def _stacked_module(row: Row) -> bool:
+    """GraniteMoe's input_linear.weight is experts.gate_up_proj in memory; Llama 4 has that name in files, too."""
+    return row.stacks and row.name.endswith(".weight")
 
 
 def broken(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], error: type = SourceError) -> str:

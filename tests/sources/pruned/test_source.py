@@ -55,10 +55,16 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 
 
+# Tables of which no pruned model was tried yet.
+UNTRIED = {"deepseek_v32", "granitemoe", "llama4"}
+
+
 def cells() -> list[Any]:
     """Every family with the cuts that its table has dims for: each family and cut; the rest is the product."""
     found = []
     for path in own_files("arch"):
+        if path.stem in UNTRIED:
+            continue
         data = read_table(path).data
         family = next(name for name in FAMILIES if name in data["architectures"])
         for cut, (keep, _) in CUTS.items():
@@ -76,7 +82,7 @@ def cells() -> list[Any]:
 
 def test_every_table_has_a_family() -> None:
     listed = {name for path in own_files("arch") for name in read_table(path).data["architectures"]}
-    assert set(FAMILIES) <= listed and len(FAMILIES) == len(own_files("arch"))
+    assert set(FAMILIES) <= listed and len(FAMILIES) + len(UNTRIED) == len(own_files("arch"))
 
 
 @pytest.mark.parametrize(("family", "cut"), cells())
