@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -257,5 +258,6 @@ def test_a_checkpoint_without_a_weight_is_exported() -> None:
 def test_an_archive_has_the_defaults_of_transformers_and_every_graph(family: str) -> None:
     expected = family_of(family)
     held, members = read_family(mappings() / FOLDER / f"{family}{ENDING}")
-    assert held == expected
+    assert held == replace(expected, made_with=held.made_with)  # newer versions may give the same graphs
+    assert held.made_with.keys() == expected.made_with.keys() and all(held.made_with.values())
     assert members == [member_name(variant, *form) for variant in expected.sentinels for form in FORMS]

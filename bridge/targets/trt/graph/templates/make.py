@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.core.mappings import mappings
+from bridge.core.version import installed
+from bridge.targets.trt.graph.cached import PACKAGES
 from bridge.targets.trt.graph.export import export_graph
 from bridge.targets.trt.graph.float_graph import plain_bytes
 from bridge.targets.trt.graph.templates.find import ABOUT, ENDING, FOLDER, member_name
@@ -93,7 +95,8 @@ def family_of(name: str) -> Family:
                 kinds = read_sizes({**config, "num_hidden_layers": 2 * row.full_every}, family).exported_kinds
                 config |= {"layer_types": list(kinds), "num_hidden_layers": len(kinds)}
             sentinels[read_sizes(config, family).variant] = config
-    return dataclasses.replace(family, sentinels=sentinels)
+    made_with = {package: installed(package) for package in PACKAGES}
+    return dataclasses.replace(family, sentinels=sentinels, made_with=made_with)
 
 
 def defaults_of(name: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Family:
     were exported with, whose sizes are found again because no two are equal. `full_every`: where `layer_types` is left
     out, each such layer attends to everything and the others to a window. `theta`: of positions, where the config has
     none. `local_theta`: whether layers with a window have a theta of their own. `same_graph`: entry -> values beside
-    the default with which the graph is the same.
+    the default with which the graph is the same. `made_with`: package -> version of what exported the graphs.
     """
 
     architecture: str
@@ -52,6 +52,7 @@ class Family:
     theta: float = 1e4
     local_theta: bool = False
     same_graph: Mapping[str, list[Any]] = field(default_factory=dict)
+    made_with: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
