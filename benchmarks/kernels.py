@@ -3,7 +3,7 @@
     python benchmarks/kernels.py [--megabytes 256] [--rounds 6] [--nanoseconds] [case ...]
 
 Every case runs through the functions that conversion and verification call (`Encoder`, `encode`, `compare`, `bits`), on
-normal random values, 4,096 columns, in pieces of 128 rows (a megabyte of bfloat16) as the stream reads them. A round
+normal random values, 4,096 columns, in pieces of 256 rows (2 MB of bfloat16) as the stream reads them. A round
 measures a copy (into memory that was touched before) and then the case, with one thread and with two (each on half of
 the rows). Time is processor time of the slowest thread, so other processes count only through caches and memory; the
 minimum of the rounds is reported.
@@ -26,7 +26,7 @@ from bridge.workflows.inspect.statistics.losses import losses
 from bridge.workflows.inspect.statistics.quantization import Quantization, of_recipe
 from bridge.workflows.inspect.statistics.sums import Blocks, TensorSums
 
-COLS, ROWS = 4096, 128
+COLS, ROWS = 4096, 256
 FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn"
 PLAIN, ROUNDED, HIGH, WORDS = Encoding(), Encoding(quotient="weight"), Encoding(packed="out"), Encoding(packed="int32")
 #  name                          bytes a value  numeric                                         coding

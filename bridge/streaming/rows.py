@@ -1,6 +1,6 @@
 """Read the rows of a step's matrix in pieces.
 
-They come from slices of source tensors. A piece is about a megabyte. Rows are read into a buffer that the next piece
+They come from slices of source tensors. A piece is about 2 MB. Rows are read into a buffer that the next piece
 reuses; only a slice that is stored across its rows (`planning.memory.held_whole`) is read whole.
 """
 

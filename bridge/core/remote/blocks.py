@@ -1,6 +1,6 @@
 """A cache of blocks of remote files, with read-ahead, in bounded memory.
 
-A stream reads a megabyte at a time, often twice (amax, then codes): one request for each would wait for the network as
+A stream reads 2 MB at a time, often twice (amax, then codes): one request for each would wait for the network as
 often. The block that was not read for the longest time is dropped first.
 """
 
