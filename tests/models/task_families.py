@@ -93,6 +93,26 @@ def _rt_detr() -> Any:
     return T.RTDetrForObjectDetection(T.RTDetrConfig(backbone_config=backbone, **fields))
 
 
+def _groupvit() -> Any:
+    stages = {"depths": [1, 1], "num_group_tokens": [6, 5], "num_output_groups": [6, 5], "num_hidden_layers": 2}
+    return T.GroupViTModel(T.GroupViTConfig(**_TOWERS | {"vision_config": _VIT | stages}, projection_dim=64))
+
+
+def _owl(model: Any) -> Any:
+    with torch.no_grad():
+        model.box_head.dense2.weight.mul_(0.01)  # boxes that fill the image, or nothing of it, would hide a mistake
+    return model
+
+
+def _clap(fused: bool) -> Any:
+    audio = {
+        "hidden_size": 64, "depths": [1, 1], "num_attention_heads": [2, 4], "patch_embeds_hidden_size": 32,
+        "spec_size": 32, "num_mel_bins": 16, "window_size": 4, "num_hidden_layers": 2, "enable_fusion": fused,
+        "fusion_type": "aff_2d" if fused else None, "aff_block_r": 2,
+    }  # fmt: skip
+    return T.ClapModel(T.ClapConfig(text_config=_TEXT, audio_config=audio, projection_dim=24))
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "detr": lambda: T.DetrForObjectDetection(T.DetrConfig(**_DETR, backbone_config=_resnet())),
     "yolos": lambda: T.YolosForObjectDetection(
@@ -116,6 +136,18 @@ MODELS: dict[str, Callable[[], Any]] = {
     "siglip2": lambda: T.Siglip2Model(
         T.Siglip2Config(text_config=_TOWERS["text_config"], vision_config={**_VIT, "num_patches": 25})
     ),
+    "blip": lambda: T.BlipModel(T.BlipConfig(**_TOWERS, projection_dim=64)),
+    "groupvit": _groupvit,
+    "owlvit": lambda: _owl(T.OwlViTForObjectDetection(T.OwlViTConfig(**_TOWERS, projection_dim=128))),
+    "owlv2": lambda: _owl(T.Owlv2ForObjectDetection(T.Owlv2Config(**_TOWERS, projection_dim=128))),
+    "clipseg": lambda: T.CLIPSegForImageSegmentation(
+        T.CLIPSegConfig(
+            **_TOWERS, projection_dim=64, reduce_dim=40, extract_layers=[0], decoder_num_attention_heads=5,
+            decoder_intermediate_size=72,
+        )
+    ),
+    "clap": lambda: _clap(fused=False),
+    "clap-fused": lambda: _clap(fused=True),
     "vit-masked": lambda: T.ViTForMaskedImageModeling(T.ViTConfig(**_VIT, encoder_stride=8)),
     "vit-mae": lambda: T.ViTMAEForPreTraining(
         T.ViTMAEConfig(
@@ -146,7 +178,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "clip-vision": lambda: T.CLIPVisionModelWithProjection(T.CLIPVisionConfig(**_TOWERS["vision_config"])),
 }  # fmt: skip
 # One of each kind of call. Each layer more is a second of tracing.
-KINDS = ("wav2vec2", "ast", "clip", "siglip2", "vit-masked", "nomic")
+KINDS = ("wav2vec2", "ast", "clip", "siglip2", "owlv2", "clipseg", "clap-fused", "vit-masked", "nomic")
 
 
 def task_model(name: str, seed: int = 0) -> Any:
@@ -178,6 +210,13 @@ def inputs(model: Any, rows: int, seed: int) -> dict[str, torch.Tensor]:
         given = {"input_ids": ids, "attention_mask": mask}
         if getattr(config, "type_vocab_size", 0):
             given["token_type_ids"] = torch.zeros_like(ids)
+    if hasattr(config, "audio_config"):
+        parts, longer = (4, torch.arange(rows)[:, None] % 2 == 0) if config.audio_config.enable_fusion else (1, None)
+        return given | {"input_features": noise(parts, 50, 16)} | ({} if longer is None else {"is_longer": longer})
+    if "Owl" in type(model).__name__:  # three texts are asked of each image, the last of which may be padding
+        given = {key: tensor.repeat_interleave(3, 0) for key, tensor in given.items()}
+        given["input_ids"][1::3] -= 1
+        given["input_ids"][-1] = 0
     if "Vilt" in type(model).__name__:
         mask = torch.ones(rows, 24, 48, dtype=torch.long)
         mask[0, 16:], mask[0, :, 40:] = 0, 0  # a smaller image

@@ -55,8 +55,8 @@ def feeds(model: Any, seed: int = 0, rows: int = 2) -> dict[str, torch.Tensor]:
     takes, config = inspect.signature(model.forward).parameters, model.config
     given: dict[str, torch.Tensor] = {}
 
-    def ids(length: int = LENGTH) -> torch.Tensor:
-        return torch.randint(5, 300, (rows, length), generator=generator)
+    def ids(length: int = LENGTH, each: int = 1) -> torch.Tensor:
+        return torch.randint(5, 300, (rows * each, length), generator=generator)
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn((rows, *shape), generator=generator).to(model.dtype)
@@ -68,7 +68,7 @@ def feeds(model: Any, seed: int = 0, rows: int = 2) -> dict[str, torch.Tensor]:
         or towers
         or ("input_ids" in takes and "input_features" in takes and main != "input_features")
     ):
-        given["input_ids"] = ids()
+        given["input_ids"] = ids(each=3 if name.startswith("Owl") else 1)  # texts that are asked of each image
         if name.startswith("Blip2"):
             given["input_ids"][:, : config.num_query_tokens] = config.image_token_index
         if "attention_mask" in takes:
@@ -125,7 +125,7 @@ DUAL = (
 def _features(model: Any, noise: Any) -> torch.Tensor:
     config, name = model.config, type(model).__name__
     if name == "ClapModel":
-        return noise(1, 256, 16)
+        return noise(1, 250, 16)
     if name == "ParakeetForCTC":
         return noise(64, config.encoder_config.num_mel_bins)
     if name == "Wav2Vec2BertForCTC":

@@ -23,7 +23,7 @@ class Task:
     inputs: tuple[str, ...]  # inputs that the model's `forward` lacks are left out
     outputs: tuple[str, ...] = ("logits",)  # outputs that the model does not return are left out
     cached: bool = False
-    pairs: bool = False  # texts and images, each with a batch of its own
+    pairs: tuple[str, ...] = ()  # of two towers: the axes of texts, and of images or sounds
     parts: tuple[str, ...] = ()  # graphs of one task, each in a file of its own; () for one graph
 
 
@@ -37,6 +37,10 @@ _SOUND_CLASSES = (
     "ForAudioClassification", "Wav2Vec2ForSequenceClassification", "HubertForSequenceClassification",
     "WavLMForSequenceClassification", "UniSpeechSatForSequenceClassification", "SEWForSequenceClassification",
     "Wav2Vec2BertForSequenceClassification", "Data2VecAudioForSequenceClassification",
+)  # fmt: skip
+_TOWERS = (
+    "AlignModel", "BlipModel", "CLIPModel", "CLIPSegModel", "GroupViTModel", "MetaClip2Model", "SiglipModel",
+    "Siglip2Model",
 )  # fmt: skip
 _ANSWER = ("start_logits", "end_logits")
 _DENOISERS = ("Transformer2DModel", "Transformer3DModel", "UNet2DConditionModel")  # of diffusers
@@ -58,6 +62,13 @@ TASKS: dict[str, Task] = {
     ),
     "ctc": Task("ForCTC", "MODEL_FOR_CTC_MAPPING", _SOUND),
     "audio-classification": Task(_SOUND_CLASSES, "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING", _SOUND),
+    "zero-shot-object-detection": Task(
+        ("OwlViTForObjectDetection", "Owlv2ForObjectDetection"),
+        "MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING",
+        (*_TEXT, *_IMAGE),
+        ("logits", "pred_boxes", "objectness_logits"),
+        pairs=("text_batch", "image_batch"),
+    ),
     "object-detection": Task(
         "ForObjectDetection", "MODEL_FOR_OBJECT_DETECTION_MAPPING", _IMAGE, ("logits", "pred_boxes")
     ),
@@ -77,11 +88,21 @@ TASKS: dict[str, Task] = {
         ("reconstruction", "logits"),
     ),
     "zero-shot-image-classification": Task(
-        ("CLIPModel", "SiglipModel", "Siglip2Model", "MetaClip2Model", "AlignModel"),
+        _TOWERS,
         "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING",
         (*_TEXT, *_IMAGE),
         ("logits_per_image", "text_embeds", "image_embeds"),
-        pairs=True,
+        pairs=("text_batch", "image_batch"),
+    ),
+    "zero-shot-audio-classification": Task(
+        "ClapModel",
+        "",
+        (*_TEXT, "input_features", "is_longer"),
+        ("logits_per_audio", "text_embeds", "audio_embeds"),
+        pairs=("text_batch", "audio_batch"),
+    ),
+    "zero-shot-image-segmentation": Task(
+        "CLIPSegForImageSegmentation", "", (*_TEXT, *_IMAGE), pairs=("batch", "batch")
     ),
     "visual-question-answering": Task(
         "ViltForQuestionAnswering", "MODEL_FOR_VISUAL_QUESTION_ANSWERING_MAPPING", (*_TEXT, *_IMAGE, "pixel_mask")
@@ -158,23 +179,24 @@ def choose_task(requested: str | None, architecture: str) -> str:
 
 
 def model_class(config: Any, task: str) -> Any:
-    """Return the transformers class to build: the named architecture if the task lists it, else the task's own."""
-    listed = _classes(config, TASKS[task])
+    """Return the transformers class to build: the named architecture if it has the task's head, else the task's own."""
+    listed, name = _classes(config, TASKS[task]), (getattr(config, "architectures", None) or [""])[0]
+    if named := listed.get(name) or _named(config, name, task):
+        return named
     if not listed:
         have = [known for known, entry in TASKS.items() if _classes(config, entry)]
         raise UsageError(
             f"{config.model_type!r} has no {task} head in transformers; use one of: {', '.join(have) or 'none'}"
         )
-    name = (getattr(config, "architectures", None) or [""])[0]
-    return listed.get(name) or _part(config, name, task) or next(iter(listed.values()))
+    return next(iter(listed.values()))
 
 
-def _part(config: Any, name: str, task: str) -> Any:
-    """The class of the checkpoint's weights if it is a part of a model, or has a projection, such as T5EncoderModel."""
+def _named(config: Any, name: str, task: str) -> Any:
+    """The class of the checkpoint's weights if transformers lists it for no task: T5EncoderModel, CLIPSeg's head."""
     import transformers
 
-    cls = getattr(transformers, name, None) if name.endswith(TASKS["feature-extraction"].suffix) else None
-    return cls if task == "feature-extraction" and getattr(cls, "config_class", None) is type(config) else None
+    cls = getattr(transformers, name, None) if name.endswith(TASKS[task].suffix) else None
+    return cls if getattr(cls, "config_class", None) is type(config) else None
 
 
 def _classes(config: Any, task: Task) -> dict[str, Any]:

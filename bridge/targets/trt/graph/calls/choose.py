@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from bridge.targets.trt.graph.calls.encoder_decoder import part_call
-from bridge.targets.trt.graph.calls.images import image_call, pair_call, question_call
+from bridge.targets.trt.graph.calls.images import image_call, question_call
 from bridge.targets.trt.graph.calls.multimodal import multimodal_call
+from bridge.targets.trt.graph.calls.pairs import pair_call
 from bridge.targets.trt.graph.calls.sound import sound_call
 from bridge.targets.trt.graph.calls.text import Call, text_call
 from bridge.targets.trt.graph.tasks import Task

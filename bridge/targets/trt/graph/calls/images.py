@@ -5,7 +5,6 @@ Images have one size, or come as patches, any number of them; batches are of any
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from bridge.targets.trt.graph.methods.replace import replace_methods
 from bridge.targets.trt.graph.tasks import Task
 
 SIDE = 224  # of images, if nothing gives their size
-TEXTS = 5  # rows of text in the example: unlike the number of images
 PATCHES = 13  # of an image of the example that comes as patches
 Size = tuple[int, int]
 
@@ -30,7 +28,7 @@ def image_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Siz
     _forget_biases(model)
     _keep_stages_apart(model)
     with mode:
-        inputs, feeds = _images(model, model.config, size, dtype, "batch")
+        inputs, feeds = images_of(model, model.config, size, dtype, "batch")
         patches = _patches(model.config, size) if len(task.inputs) > 1 else 0
         if "bool_masked_pos" in task.inputs:
             inputs["bool_masked_pos"] = torch.zeros(BATCH, patches, dtype=torch.bool)
@@ -68,28 +66,7 @@ def question_call(model: Any, task: Task, mode: Any, dtype: torch.dtype) -> Call
     )
 
 
-def pair_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
-    """Return the call of two towers: rows of text and images, each with an axis of its own."""
-    accepted = inspect.signature(model.forward).parameters
-    names = [n for n in task.inputs if n in accepted and n not in ("pixel_values", "token_type_ids")]
-    vision = model.config.vision_config
-    with mode:
-        pixels, seen = _images(model, vision, size_of(vision, image), dtype, "image_batch")
-        inputs = {n: torch.ones(TEXTS, SEQUENCE, dtype=torch.long) for n in names} | pixels
-        out = model(**inputs, return_dict=True)
-        probe = {n: out[n] for n in task.outputs if out.get(n) is not None}
-    bound = getattr(model.config.text_config, "max_position_embeddings", None)
-    feeds = dict.fromkeys(names, ("text_batch", "sequence")) | seen
-    own: dict[str, Axes] = {"logits_per_image": ("image_batch", "text_batch")}
-    for name in ("text", "image"):
-        if f"{name}_embeds" in probe:
-            own[f"{name}_embeds"] = (f"{name}_batch", int(probe[f"{name}_embeds"].shape[-1]))
-    gives = {n: own[n] for n in probe}
-    shapes = dynamic_axes(feeds, {"sequence": (None, bound)})
-    return Call(Flat(model, tuple(probe)), (inputs, []), (shapes, []), feeds, gives)
-
-
-def _images(
+def images_of(
     model: Any, vision: Any, size: Size, dtype: torch.dtype, rows: str
 ) -> tuple[dict[str, Any], dict[str, Axes]]:
     """Example inputs of a tower and their axes; `vision`: its config. `rows`: the name of the axis of images."""
