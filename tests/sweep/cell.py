@@ -70,6 +70,8 @@ def run(family: str, cell: str, work: Path) -> Ended:
     if not directory.exists():
         oracle.save(build(family, dtype), directory)
     model = oracle.load(directory)
+    if model.config.model_type == "whisper":
+        _say_frames(directory, model.config)
     batches = [feeds(model, seed) for seed in range(3)]  # the last is held out
     if target == "trt" and (pixels := batches[0].get("pixel_values")) is not None and pixels.ndim > 3:
         _say_size(directory, pixels)
@@ -107,6 +109,15 @@ def _say_size(directory: Path, pixels: torch.Tensor) -> None:
     """Write the size of images as a checkpoint has it: the configs of convolutional models name none."""
     height, width = pixels.shape[-2:]
     (directory / "preprocessor_config.json").write_text(json.dumps({"size": {"height": height, "width": width}}))
+
+
+def _say_frames(directory: Path, config: Any) -> None:
+    """Write how a sound becomes frames, of which ModelOpt's exporter asks a checkpoint of Whisper for the number."""
+    from transformers import WhisperFeatureExtractor
+
+    rate, frames = 16_000, 2 * config.max_source_positions
+    made = WhisperFeatureExtractor(feature_size=config.num_mel_bins, chunk_length=1, hop_length=rate // frames)
+    made.save_pretrained(directory)
 
 
 def compare_export(directory: Path, scheme: str, batches: list[Any], ours: Path, theirs: Path) -> Ended:
