@@ -21,6 +21,10 @@ _GROUPED = {
     "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 44, "num_experts_per_tok": 3, "n_group": 1,
     "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 14,
+}  # fmt: skip
 _STATE = {"mamba_d_state": 16}
 _MLA = _SQUARE | _GROUPED | {
     "num_key_value_heads": 6, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
@@ -109,10 +113,9 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Qwen2MoeForCausalLM": _SQUARE | _MOE | _SHARED,
     "Qwen3ForCausalLM": _TEXT,
     "Qwen3MoeForCausalLM": _TEXT | _MOE | {"mlp_only_layers": [1]},
-    "Qwen3NextForCausalLM": _TEXT | _MOE | _SHARED | {
-        "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 14,
-    },
+    "Qwen3NextForCausalLM": _TEXT | _MOE | _SHARED | _DELTA,
+    "Qwen3_5ForCausalLM": _TEXT | _DELTA,
+    "Qwen3_5MoeForCausalLM": _TEXT | _MOE | _SHARED | _DELTA,
     "RecurrentGemmaForCausalLM": _TEXT | {"lru_width": 60, "block_types": ["recurrent", "attention"]},
     "SeedOssForCausalLM": _TEXT,
     "SmolLM3ForCausalLM": _SQUARE,
@@ -138,7 +141,8 @@ ALIKE = {
     "Glm4ForCausalLM", "Glm4MoeForCausalLM", "GlmForCausalLM", "GraniteForCausalLM", "HeliumForCausalLM",
     "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "MiniMaxM2ForCausalLM", "MistralForCausalLM",
     "Olmo3ForCausalLM", "OlmoeForCausalLM", "PersimmonForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-    "SeedOssForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM", "XGLMForCausalLM",
+    "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM",
+    "Starcoder2ForCausalLM", "XGLMForCausalLM",
 }  # fmt: skip
 _LOCAL = {"num_local_experts": 5, "num_experts_per_tok": 3}
 STACKED: dict[str, dict[str, Any]] = {  # experts in one tensor

@@ -39,7 +39,7 @@ def headers(config: dict[str, Any]) -> dict[str, TensorSpec]:
 def tiny_fields(architecture: str) -> dict[str, Any]:
     """Config fields of two layers; widths are the defaults of transformers."""
     fields: dict[str, Any] = {"num_hidden_layers": 2, "num_labels": 2 if "Answering" in architecture else 7}
-    if architecture.startswith("Qwen3Moe"):
+    if architecture.startswith(("Qwen3Moe", "Qwen3_5Moe")):
         fields |= {"num_experts": 3, "num_experts_per_tok": 2}
     if architecture.startswith(("DeepseekV3", "Glm4Moe", "Dots1")):
         fields |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}

@@ -32,7 +32,7 @@ class Formulas:
     it, as in gpt-oss; 0: experts are gated as a dense MLP is. `chunks`: a window is a chunk, which sees nothing before
     it. `unit_heads`: queries and keys that turn are divided by their root mean square; `temper`: those that do not grow
     with the logarithm of the position, see Llama 4. `scales_input`: an expert's share multiplies what it reads. `seen`:
-    how many positions an indexer chooses.
+    how many positions an indexer chooses. `key_heads`: those of a gated delta net.
     """
 
     layers: int
@@ -61,6 +61,7 @@ class Formulas:
     temper: tuple[int, float] = (1, 0.0)
     scales_input: bool = False
     seen: int = 0
+    key_heads: int = 0
 
 
 def hidden_states(roles: Roles, f: Formulas, ids: Tensor, types: Tensor | None = None) -> Tensor:
@@ -72,7 +73,8 @@ def hidden_states(roles: Roles, f: Formulas, ids: Tensor, types: Tensor | None =
         x = x + roles["embed.types.weight", None, None][types]
     x = _norm(roles, "embed.norm", None, x, f)
     for layer in range(f.layers):
-        attention = _latent_attention if ("mla.o.weight", layer, None) in roles else _attention
+        kinds = {"mla.o.weight": _latent_attention, "gdn.o.weight": _delta_net, "attn.o.weight": _attention}
+        attention = next(kind for role, kind in kinds.items() if (role, layer, None) in roles)
         y = attention(roles, f, layer, _norm(roles, "attn.norm", layer, x, f))
         x = x + _norm(roles, "attn.post_norm", layer, y, f) * f.residual_scale
         x = _norm(roles, "attn.add_norm", layer, x, f)
@@ -155,19 +157,51 @@ def _attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
         weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
-    return _linear(roles, "attn.o", layer, (weights @ v).transpose(0, 1).reshape(length, -1))
+    y = (weights @ v).transpose(0, 1).reshape(length, -1)
+    if ("attn.gate.weight", layer, None) in roles:
+        y = y * _linear(roles, "attn.gate", layer, x).sigmoid()
+    return _linear(roles, "attn.o", layer, y)
+
+
+def _delta_net(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
+    """Gated delta net: a state of each head fades, and a token replaces what its key recalls of it by its value."""
+    length, heads = len(x), len(roles["gdn.log_decay", layer, None])
+    q, k, v = (_convolved(roles, name, layer, _linear(roles, f"gdn.{name}", layer, x)) for name in "qkv")
+    q, k = (_unit(y.view(length, f.key_heads, -1)).repeat_interleave(heads // f.key_heads, 1) for y in (q, k))
+    v = v.view(length, heads, -1)  # positions, heads, width of a value
+    beta = _linear(roles, "gdn.beta", layer, x).sigmoid()
+    rate = roles["gdn.log_decay", layer, None].exp() * F.softplus(_linear(roles, "gdn.decay", layer, x))
+    state, out = torch.zeros(heads, q.shape[-1], v.shape[-1], dtype=x.dtype), []
+    for at in range(length):
+        state = state * (-rate[at]).exp()[:, None, None]
+        recalled = torch.einsum("hk,hkv->hv", k[at], state)
+        state = state + torch.einsum("hk,hv->hkv", k[at], beta[at][:, None] * (v[at] - recalled))
+        out.append(torch.einsum("hk,hkv->hv", q[at], state) / math.sqrt(q.shape[-1]))
+    y = _norm(roles, "gdn.norm", layer, torch.stack(out), f)
+    return _linear(roles, "gdn.o", layer, y.reshape(length, -1) * F.silu(_linear(roles, "gdn.gate", layer, x)))
+
+
+def _convolved(roles: Roles, name: str, layer: int, x: Tensor) -> Tensor:
+    """Each channel's last positions, weighted."""
+    weight = roles[f"gdn.conv.{name}.weight", layer, None]  # channels, positions seen
+    seen = F.pad(x, (0, 0, weight.shape[1] - 1, 0)).unfold(0, weight.shape[1], 1)  # positions, channels, positions seen
+    return F.silu((seen * weight).sum(-1))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def _like_llama4(f: Formulas, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Heads of one length after RoPE; without RoPE, queries that grow with their position."""
     if f.theta[layer]:
-        return (q, k) if not f.unit_heads else (_unit(q, f.eps), _unit(k, f.eps))
+        return (q, k) if not f.unit_heads else (_even(q, f.eps), _even(k, f.eps))
     floor, scale = f.temper
     position = torch.arange(1, q.shape[1] + 1, dtype=q.dtype)
     return q * (torch.log1p((position / floor).floor()) * scale + 1)[:, None], k
 
 
-def _unit(x: Tensor, eps: float) -> Tensor:
+def _even(x: Tensor, eps: float) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
@@ -239,6 +273,8 @@ def _experts(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     if ("moe.shared.gate.weight", layer, None) in roles:
         gated = act(_linear(roles, "moe.shared.gate", layer, x)) * _linear(roles, "moe.shared.up", layer, x)
         out = _linear(roles, "moe.shared.down", layer, gated)
+    if ("moe.shared.router.weight", layer, None) in roles:
+        out = out * _linear(roles, "moe.shared.router", layer, x).sigmoid()
     for position in range(len(x)):
         for weight, expert in zip(share[position], chosen[position].tolist(), strict=True):
             row = x[position : position + 1] * (weight if f.scales_input else 1)

@@ -19,8 +19,9 @@ from tests.tables.gathered import gathered
 from tests.tables.reference_forward import Roles
 from tests.tables.tiny import CASES, Tiny, reference, tiny
 
-# transformers computes in float32, the reference in float64: 1.3e-6 of the largest logit is the most seen in any case.
-TOLERANCE = 1e-5
+# transformers computes in float32, the reference in float64: 7.2e-6 of the largest logit is the most seen, in a gated
+# delta net, which solves triangular systems; 1.3e-6 in any other case.
+TOLERANCE = 2e-5
 # What a wrong row must move at least; the least that any exchange of two roles moved is 2e-3.
 NOTICED = 1e-3
 

@@ -112,6 +112,9 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama-4-maverick": ("Llama4ForCausalLM", {"num_local_experts": 128, "interleave_moe_layer_step": 2}),
+    "ernie-4.5-0.3b": ("Ernie4_5ForCausalLM", {}),
+    "ernie-4.5-21b-a3b": ("Ernie4_5_MoeForCausalLM", {}),
+    "qwen3.5-35b-a3b": ("Qwen3_5MoeForCausalLM", {}),
     "bert-large": (
         "BertForMaskedLM",
         {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
@@ -120,7 +123,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # These make some 40,000 meta tensors in ten seconds and more.
-_LARGE = ("qwen3-moe-235b", "deepseek-v3", "deepseek-v3.2")
+_LARGE = ("qwen3-moe-235b", "deepseek-v3", "deepseek-v3.2", "qwen3.5-35b-a3b")
 _PARAMS = [pytest.param(size, marks=[pytest.mark.slow] if size in _LARGE else []) for size in SIZES]
 
 

@@ -31,7 +31,8 @@ def calls(draw: st.DrawFn) -> tuple[str, list[Shape], dict[str, int]]:
         case "stack":
             return name, [(groups, *tail)] * inputs, {"experts": inputs}
         case "unsqueeze":
-            return name, [(groups,)], {}
+            shape = (groups, *tail)
+            return name, [shape], draw(st.sampled_from([{}, {"axis": len(shape) - 1}]))
         case "transpose":
             return name, [(groups, draw(size))], {}
         case "rope":
@@ -106,7 +107,7 @@ def test_shift_is_undone_where_the_sum_is_exact(numbers: list[int], by: int) -> 
         ("interleave", [(6, 3), (5, 3)], {"groups": 3}, "cannot make 3 groups out of 5 rows"),
         ("interleave", [(6, 3), (6, 4)], {"groups": 3}, "`interleave` cannot join"),
         ("transpose", [(2, 3, 4)], {}, "needs a matrix"),
-        ("unsqueeze", [(2, 3)], {}, "needs a vector"),
+        ("unsqueeze", [(2, 3)], {"axis": 2}, "cannot put axis 2 before another one"),
         ("rope", [(6, 3)], {"heads": 2}, "cannot make 2 heads of pairs out of 6 rows"),
         ("pad", [(6, 3)], {"multiple": 0}, "multiple of 0"),
         ("rope", [(12, 3)], {"heads": 0}, "cannot make 0 heads"),

@@ -68,6 +68,14 @@ _LLAMA4 = _LLAMA | {
     "intermediate_size": 28, "intermediate_size_mlp": 80, "num_local_experts": 5, "num_experts_per_tok": 2,
     "moe_layers": [1], "no_rope_layers": [1, 0, 1], "attention_chunk_size": 23, "attn_scale": 0.4, "floor_scale": 9,
 }  # fmt: skip
+_QWEN3_5 = _LLAMA | {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 14, "linear_conv_kernel_dim": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6},
+}  # fmt: skip
+_QWEN3_5_MOE = _QWEN3_5 | {
+    "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "shared_expert_intermediate_size": 36,
+}  # fmt: skip
 _GPT_OSS = _LLAMA | {
     "intermediate_size": 28, "num_local_experts": 5, "num_experts_per_tok": 3, "swiglu_limit": 0.7,
     "sliding_window": 23, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -132,6 +140,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe-shared": ("GraniteMoeSharedForCausalLM", _GRANITE | {"shared_intermediate_size": 36}),
     "llama4": ("Llama4ForCausalLM", _LLAMA4),
     "llama4-biases": ("Llama4ForCausalLM", _LLAMA4 | {"attention_bias": True, "use_qk_norm": False}),
+    "qwen3_5": ("Qwen3_5ForCausalLM", _QWEN3_5),
+    "qwen3_5-biases": ("Qwen3_5ForCausalLM", _QWEN3_5 | {"attention_bias": True}),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", _QWEN3_5_MOE),
     "bert": ("BertModel", _BERT),
     "bert-masked": ("BertForMaskedLM", _BERT),
     "bert-masked-untied": ("BertForMaskedLM", _BERT | {"tie_word_embeddings": False}),
@@ -252,6 +263,9 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
         more = {"top_k": config["moe_k"]}
     if family == "hunyuan_moe":
         more = {"top_k": config["moe_topk"] if isinstance(config["moe_topk"], int) else config["moe_topk"][0]}
+    if family in ("qwen3_5", "qwen3_5_moe"):
+        more = {"rotary": int(config["head_dim"] * 0.6), "key_heads": config["linear_num_key_heads"]}
+        more |= {"top_k": config.get("num_experts_per_tok", 0)}
     if family == "mixtral" or case == "qwen3-moe":
         more |= {"top_k": config["num_experts_per_tok"], "renormalize": config.get("norm_topk_prob", True)}
     return Formulas(3, config["num_attention_heads"], config["num_key_value_heads"], theta, window, eps, **more)

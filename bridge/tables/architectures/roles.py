@@ -20,7 +20,7 @@ from bridge.core.mappings import Place, TableFile, mappings, read_table
 from bridge.core.text import nearest
 from bridge.tables.expressions.grammar import Formula, parse_shape
 
-KINDS = ("embedding", "norm", "linear", "bias", "router", "head")
+KINDS = ("embedding", "norm", "linear", "bias", "router", "recurrent", "head")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def parse_inputs(file: TableFile, roles: Mapping[str, Role]) -> tuple[InputRow, 
         place = file.place("inputs", key)
         readers = tuple(part.strip() for part in key.split(","))
         for reader in readers:
-            _role(reader, ("linear", "head", "router"), roles, place)
+            _role(reader, ("linear", "router", "recurrent", "head"), roles, place)
             if reader in seen:
                 raise place.error(f"role `{reader}` has two inputs")
             seen.add(reader)

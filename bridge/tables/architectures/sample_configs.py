@@ -12,7 +12,9 @@ LAYERS = 3  # a first, a middle and a last layer
 EXTENTS = {
     "hidden": 46, "heads": 6, "kv_heads": 2, "head_dim": 10, "ffn": 74, "moe_ffn": 34, "experts": 5, "vocab": 97,
     "positions": 113, "types": 7, "labels": 11, "q_rank": 26, "kv_rank": 22, "nope_dim": 14, "rope_dim": 8, "v_dim": 13,
-    "shared_ffn": 58, "index_heads": 9, "index_dim": 18, "layers": LAYERS,
+    "index_heads": 9, "index_dim": 18,
+    "shared_ffn": 58, "conv_width": 3, "gdn_heads": 4, "gdn_key_heads": 2, "gdn_key_dim": 9, "gdn_value_dim": 12,
+    "layers": LAYERS,
 }  # fmt: skip
 
 

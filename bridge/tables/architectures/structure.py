@@ -22,7 +22,7 @@ from bridge.tables.expressions.grammar import Call, Expr
 
 Placed = tuple[str, tuple[Entry, int | None, int | None]]
 
-_KEEP = {"head": "output head", "router": "router"}
+_KEEP = {"head": "output head", "router": "router", "recurrent": "recurrent"}
 _CACHED = {"attn.k.weight", "mla.kv_b.weight"}  # one of each attention module that has keys
 
 
@@ -134,7 +134,7 @@ def _embeddings(matched: Matched) -> tuple[str, ...]:
 
 def _site(matched: Matched, name: str, entry: Entry, layer: int | None, expert: int | None) -> Site | None:
     kinds = {matched.table.roles.roles[role].kind for role in entry.roles}
-    if not kinds & {"linear", "head", "router"}:
+    if not kinds & {"linear", *_KEEP}:
         return None
     gated = expert is not None and entry.roles[0] in ("moe.gate.weight", "moe.up.weight")
     return Site(

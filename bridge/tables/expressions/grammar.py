@@ -1,7 +1,7 @@
 """Parse the expressions of rows and dims: Python syntax, never evaluated.
 
 row   = role | op(row, ..., count=formula)        interleave(attn.q.weight, attn.k.weight, groups=kv_heads)
-formula = names, numbers, lists, + - * // %, comparisons, `in`, and / or / not, functions      head_dim or hidden
+formula = names, numbers, lists, list[number], + - * // %, comparisons, `in`, and / or / not, functions      a or b
 function = len(list) | max(number or list) | range(count) | sliding(layers, [local, full])      the kinds of layers,
            local ones first
 """
@@ -219,11 +219,13 @@ def _allow(node: ast.expr, text: str, place: Place) -> None:
             parts = [node.left, *node.comparators]
         case ast.List():
             parts = node.elts
+        case ast.Subscript():
+            parts = [node.value, node.slice]
         case ast.Call(func=ast.Name(id=name), keywords=[]) if len(node.args) == _FUNCTIONS.get(name):
             parts = node.args
         case _:
-            allowed = "names, numbers, lists, + - * // %, comparisons, in, and / or / not, len(x), max(x), range(n), "
-            allowed += "sliding(layers, [local, full])"
+            allowed = "names, numbers, lists, list[number], + - * // %, comparisons, in, and / or / not, len(x), "
+            allowed += "max(x), range(n), sliding(layers, [local, full])"
             raise place.error(f"`{ast.unparse(node)}` in `{text}` is not allowed here", hint=allowed)
     for part in parts:
         _allow(part, text, place)
@@ -253,6 +255,8 @@ def _value(node: ast.expr, names: Mapping[str, object], text: str) -> object:
             return result
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             return _compare(op, left, right, names, text)
+        case ast.Subscript(value=listed, slice=at):
+            return _entry(_value(listed, names, text), _integer(at, names, text), text)
         case ast.List(elts=elements):
             return [_value(element, names, text) for element in elements]
         case ast.Call(func=ast.Name(id="range"), args=[argument]):
@@ -267,6 +271,13 @@ def _value(node: ast.expr, names: Mapping[str, object], text: str) -> object:
                 return len(items)
             raise PlanError(f"`{text}` needs a list, the config has {ast.unparse(argument)} = {items!r}")
     raise AssertionError(f"not on the white list: {ast.dump(node)}")
+
+
+def _entry(items: object, at: int, text: str) -> object:
+    """The entry of a list, as of kinds by layer."""
+    if isinstance(items, list | tuple) and 0 <= at < len(items):
+        return items[at]
+    raise PlanError(f"`{text}` needs a list with an entry {at}, the config has {items!r}")
 
 
 def _largest(value: object, text: str) -> int:

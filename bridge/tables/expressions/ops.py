@@ -129,13 +129,14 @@ def _stack_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
     return (counts["experts"], *shapes[0])
 
 
-# unsqueeze: a vector as the only row of a matrix (ERNIE's correction bias)
+# unsqueeze: an axis of extent 1, the first one or `axis` (ERNIE's correction bias, a convolution of each channel alone)
 
 
 def _unsqueeze_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
-    if len(shapes[0]) != 1:
-        raise Refusal(f"`unsqueeze` needs a vector, not {shapes[0]}", 0)
-    return (1, *shapes[0])
+    (shape,), axis = shapes, counts.get("axis", 0)
+    if axis < 0 or axis >= len(shape):
+        raise Refusal(f"`unsqueeze` cannot put axis {axis} before another one of {shape}", 0)
+    return (*shape[:axis], 1, *shape[axis:])
 
 
 # transpose: [out, in] to [in, out] (GPT-2's Conv1D)
@@ -313,7 +314,7 @@ _COMMON = (
     Op("concat", 2, None, (), _concat_shape, _concat, _apart),
     Op("interleave", 2, None, ("groups",), _interleave_shape, _interleave, _grouped),
     Op("stack", 1, 1, ("experts",), _stack_shape, _concat, _apart),
-    Op("unsqueeze", 1, 1, (), _unsqueeze_shape, _concat, _same),
+    Op("unsqueeze", 1, 1, ("axis",), _unsqueeze_shape, _concat, _same, optional=True),
     Op("transpose", 1, 1, (), _transpose_shape, _transpose, _transposed),
     Op("rope", 1, 1, ("heads",), _rope_shape, _rope, _unroped),
     Op("pad", 1, 1, ("multiple",), _pad_shape, _pad, _unpadded),

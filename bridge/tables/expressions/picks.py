@@ -104,7 +104,8 @@ def _ordered(expr: Expr, axes: Axes, starts: Mapping[str, int]) -> tuple[Positio
         case "stack":
             return (axes.experts, *inputs[0])
         case "unsqueeze":
-            return (np.arange(1), first)
+            axis = counts.get("axis", 0)
+            return (*inputs[0][:axis], np.arange(1), *inputs[0][axis:])
         case "shift":
             return inputs[0]
     raise PlanError(f"`{expr}`: a tensor made by `{expr.op}` cannot be cut")

@@ -13,6 +13,7 @@ from bridge.sources.pruned.kept import Kept
 
 _FOUR = {"num_hidden_layers": 4}
 _GLM4_MOE = {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2, "use_qk_norm": True}
+_HYBRID = {"layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": _FOUR,
     "DeepseekV3ForCausalLM": _FOUR | {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
@@ -35,11 +36,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": _FOUR,
     "Qwen3ForCausalLM": _FOUR,
     "Qwen3MoeForCausalLM": _FOUR | {"mlp_only_layers": [1, 3]},
+    "Qwen3_5ForCausalLM": _FOUR | _HYBRID | {"attention_bias": True},
+    "Qwen3_5MoeForCausalLM": _FOUR | _HYBRID,
     "Starcoder2ForCausalLM": _FOUR,
 }
 _ATTENTION = re.compile(r"(o_proj|attn\.c_proj|attention\.output\.dense)$")
-_SHARED = re.compile(r"shared_(experts|mlp)\.down_proj$")
-_MLP = re.compile(r"((?<!shared_experts)(?<!shared_mlp)\.down_proj|mlp\.c_proj|\.\d+\.output\.dense)$")
+_SHARED = re.compile(r"shared_(experts?|mlp)\.down_proj$")
+_MLP = re.compile(
+    r"((?<!shared_experts)(?<!shared_expert)(?<!shared_mlp)\.down_proj|mlp\.c_proj|\.\d+\.output\.dense)$"
+)
 
 
 def random_scores(before: dict[str, int], layers: int, seed: int = 0) -> dict[str, dict[Any, np.ndarray]]:
