@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import product
 
 from bridge.core.errors import BridgeError
 from bridge.core.mappings import Place, read_table, table_files
@@ -39,14 +40,14 @@ def check() -> list[str]:
 def check_table(table: ArchTable) -> list[str]:
     """Return the problems of one table: unused or missing dims, roles that occur twice or not at all."""
     problems = [*_unused_names(table), *_ties(table), *problems_of_inputs(table), *problems_of_order(table)]
-    for architecture in table.architectures:
-        for config in configs(table):
+    for form in (table, table.without_stacks()) if table.split else (table,):
+        for architecture, config in product(table.architectures, configs(table)):
             try:
-                entries = list(entries_of(table, architecture, table.names(config)))
+                entries = list(entries_of(form, architecture, table.names(config)))
             except BridgeError as error:
                 problems.append(str(error))
                 continue
-            problems += _cover(table, architecture, config, entries)
+            problems += _cover(form, architecture, config, entries)
     return list(dict.fromkeys(problems))
 
 

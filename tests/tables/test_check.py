@@ -76,6 +76,18 @@ def test_conditions_that_leave_a_gap_are_told() -> None:
     assert "layer 0 has none of mlp.gate.weight, mlp.fc1.weight, moe.gate.weight" in message
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('experts.{e}.up_proj.weight"   = "moe.up', 'experts.{e}.up_proj.weight" = "attn.q', "no stack has the role"),
+        ("experts.{e}.up_proj", "experts.up_proj", "role `moe.up.weight` has {l} and {e}, the row's name does not"),
+        ('experts.{e}.up_proj.weight"   = "moe.up', 'experts.{e}.up_proj.weight" = "moe.gate', "occurs 2 times"),
+    ],
+)
+def test_rows_of_each_expert_that_do_not_replace_the_stacks_are_told(old: str, new: str, says: str) -> None:
+    assert says in _broken(old, new, arch="llama4")
+
+
 def test_a_switch_is_tried_both_ways() -> None:
     assert "without attn.v.bias" in _broken('= "attn.v.bias"', '= "attn.k.bias"')
 

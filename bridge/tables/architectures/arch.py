@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from bridge.tables.expressions.grammar import Call, Expr, Formula, parse_formula
 
 _KEYS = [
     "architectures", "prefix", "bare", "order", "scaled", "config", "dims", "legacy", "inputs", "layouts", "foreign",
-    "prune", "rows", "rows_if", "rows_for", "tied_if", "ignore", "ignore_if", "ignore_for",
+    "prune", "rows", "rows_if", "rows_for", "split", "tied_if", "ignore", "ignore_if", "ignore_for",
 ]  # fmt: skip
 Layouts = dict[str, tuple[str, Place]]  # architecture -> the name of its layout in a dialect, and where it is given
 INDEX = re.compile(r"\{(\w+)\}")
@@ -61,7 +61,7 @@ class ArchTable:
     """One architecture family: dims from its config and its Hugging Face names of the roles.
 
     `order`: modules of one parent in the model's order, if the rows have another. `scaled`: embeddings whose module
-    also scales its output.
+    also scales its output. `split`: rows of each expert, of checkpoints that have no stacks of them.
     """
 
     file: TableFile
@@ -78,6 +78,14 @@ class ArchTable:
     inputs: tuple[InputRow, ...]
     order: tuple[str, ...]
     scaled: tuple[str, ...]
+    split: tuple[Row, ...] = ()
+
+    def without_stacks(self) -> ArchTable:
+        """Return the table of a checkpoint that has a tensor of each expert instead of stacks."""
+        roles = {role for row in self.split if row.expr for role in roles_in(row.expr)}
+        stacks = [at for at, row in enumerate(self.rows) if row.expr and roles.intersection(roles_in(row.expr))]
+        kept = tuple(row for at, row in enumerate(self.rows) if at not in stacks)
+        return replace(self, rows=(*kept[: stacks[0]], *self.split, *kept[stacks[0] :]), split=())
 
     def names(self, config: Mapping[str, object]) -> dict[str, object]:
         """Return config fields (with defaults) and the dims computed from them."""
@@ -121,6 +129,7 @@ def arch_file(architecture: str) -> TableFile | None:
 
 def row_names(file: TableFile) -> Iterator[str]:
     """Yield the names of a table's rows and ignored tensors, in a fifth of the time of parsing."""
+    yield from file.data.get("split", {})
     for kind in ("rows", "ignore"):
         yield from file.data.get(kind, {})
         for groups in (file.data.get(f"{kind}_{when}", {}) for when in ("if", "for")):
@@ -164,7 +173,7 @@ def parse_arch(file: TableFile, roles: Roles) -> ArchTable:
         rows, _ties(file, [*config, *dims], {row.name for row in rows}),
         _ignored(file, roles, [*config, *dims], architectures), dict(file.data.get("legacy", {})),
         merge_inputs(parse_inputs(file, roles.roles), roles.inputs), tuple(file.data.get("order", ())),
-        _scaled(file, roles),
+        _scaled(file, roles), _split(file, roles, rows),
     )  # fmt: skip
 
 
@@ -202,6 +211,22 @@ def _rows(file: TableFile, roles: Roles, names: list[str], architectures: tuple[
                 raise place.error(f"role `{role}` has {shown}, the row's name does not", hint=hint)
         rows.append(row)
     return tuple(rows)
+
+
+def _split(file: TableFile, roles: Roles, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows of [split]; each applies where the stack with its role does."""
+    stacks = {role: row for row in rows if row.stacks and row.expr for role in roles_in(row.expr)}
+    split = []
+    for key, role in file.texts("split").items():
+        place = file.place("split", key)
+        _check_indices(key, roles, place)
+        if role not in stacks:
+            raise place.error(f"no stack has the role `{role}`", hint=nearest(role, stacks))
+        row = Row(key, parse_row(role, place, roles.roles, ()), place, stacks[role].when, stacks[role].only)
+        if {*row.index} != {*roles.indices(role)}:
+            raise place.error(f"role `{role}` has {{l}} and {{e}}, the row's name does not")
+        split.append(row)
+    return tuple(split)
 
 
 def _ignored(file: TableFile, roles: Roles, names: list[str], architectures: tuple[str, ...]) -> tuple[Row, ...]:

@@ -100,11 +100,13 @@ def match(
     check_counts(table, names)
     stripped = bool(table.prefix) and not any(name.startswith(table.prefix) for name in specs)
     prefix = "" if stripped else table.prefix
+    if _has_split(table, specs, table.prefix if stripped else ""):
+        table = table.without_stacks()
     entries = tuple(entries_of(table, architecture, names, table.prefix if stripped else ""))
     matched = Matched(table, architecture, names, entries, prefix)
     active = {entry.name: entry for entry in entries if entry.row.expr and entry.expected}
     stored = _tie(matched, active, specs, table.prefix if stripped else "")
-    tree = _tree(entries)
+    tree = _tree((entry.name, entry) for entry in entries)
     known = {entry.name: entry for entry in entries}
     for name, spec in specs.items():
         if name not in matched.tied:
@@ -113,6 +115,12 @@ def match(
             matched.misshapen.append((spec, known[name]))
     _count(matched, active)
     return matched
+
+
+def _has_split(table: ArchTable, specs: Iterable[str], strip: str) -> bool:
+    """Whether a checkpoint has a tensor of an expert where others have stacks."""
+    tree = _tree((row.name.removeprefix(strip), row) for row in table.split)
+    return bool(tree) and any(lookup(tree, name)[0] for name in specs)
 
 
 def check_counts(table: ArchTable, names: Mapping[str, object]) -> None:
@@ -194,11 +202,11 @@ def _has(matched: Matched, alias: str) -> bool:
     return any(not row.only or matched.architecture in row.only for row in rows)
 
 
-def _tree(entries: Iterable[Entry]) -> dict[str, Any]:
+def _tree(named: Iterable[tuple[str, object]]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for entry in entries:
+    for name, entry in named:
         node = tree
-        for part in entry.name.split("."):
+        for part in name.split("."):
             node = node.setdefault("{}" if part.startswith("{") else part, {})
         node.setdefault(_LEAF, []).append(entry)
     return tree

@@ -191,14 +191,23 @@ def test_what_no_program_loads_says_what_to_write_instead() -> None:
     assert loading_line(loadings(plan)).startswith(("SGLang", "vLLM"))
 
 
-@pytest.mark.parametrize("model", ["llama4", "granite"])
-def test_schemes_with_pre_scales_are_written_in_modelopts_format_only(model: str) -> None:
-    """As the pages say. Of Llama 4, whose experts it has in one tensor, they stay unquantized."""
+def test_pre_scales_without_a_place_are_written_in_modelopts_format_only() -> None:
+    """As the pages say: Llama 4's shared expert reads what routed ones read, too, which ModelOpt leaves unquantized."""
     for format_ in ("compressed-tensors", "awq", "gptq"):
-        with pytest.raises(PlanError, match=r"self_attn\.o_proj: no place for its pre-scales"):
-            bridge.plan(source(model), "hf", "int4_awq", format=format_)
-    plan = bridge.plan(source(model), "hf", "int4_awq", format="modelopt")
-    assert any(".experts." in step.matrix for step in plan.quantized) == (model == "granite")
+        with pytest.raises(PlanError, match=r"shared_expert\.gate_proj: no place for its pre-scales"):
+            bridge.plan(source("llama4"), "hf", "int4_awq", format=format_)
+    plan = bridge.plan(source("llama4"), "hf", "int4_awq", format="modelopt")
+    assert not any(".experts." in step.matrix for step in plan.quantized)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format_", ["compressed-tensors", "awq", "modelopt"])
+def test_pre_scales_of_granite_have_a_place_in_every_format(format_: str, tmp_path: Path) -> None:
+    data: Any = {"calib": [*tokens(), tokens()[0]], "format": format_, "progress": False}
+    assert bridge.convert(source("granite"), "hf", "int4_awq", tmp_path / "out", **data).passed
+    assert any(
+        ".0.block_sparse_moe.experts.4.down_proj." in name for name in load_file(tmp_path / "out/model.safetensors")
+    )
 
 
 def test_a_stack_stays_unquantized_beside_one_that_cannot_be_quantized(tmp_path: Path) -> None:
