@@ -5,19 +5,15 @@ A signal during imports ends it with one line.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from _signal import SIG_DFL, SIG_IGN, SIGINT, SIGTERM, signal  # type: ignore[import-not-found]  # `signal` imports enum and more: 5 ms
-
-NEW_OBJECTS = 50_000  # before garbage is collected; after 700, Python's own number, it takes a twentieth of a short run
 
 
 def main() -> None:
     """Entry point of the console command."""
     for number in (SIGINT, SIGTERM):
         signal(number, _stop)
-    gc.set_threshold(NEW_OBJECTS)
     from bridge.cli.main import main as run
 
     try:

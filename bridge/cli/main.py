@@ -12,7 +12,7 @@ import click
 
 from bridge.cli.terminal import guarded, open_streams
 from bridge.cli.verb import Group
-from bridge.core.machine import keep_pages
+from bridge.core.machine import collect_seldom, keep_pages
 from bridge.core.version import __version__
 
 # The first sentence of each verb's help, so that `qbridge --help` imports none of them.
@@ -75,4 +75,5 @@ def main() -> None:
     open_streams()
     with guarded():
         keep_pages()
+        collect_seldom()
         app()

@@ -1,4 +1,7 @@
-"""The calls of two towers: rows of text beside images or sounds, each with an axis of its own."""
+"""The calls of two towers: texts beside images or sounds.
+
+Each has an axis of its own.
+"""
 
 from __future__ import annotations
 

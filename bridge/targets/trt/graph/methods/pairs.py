@@ -1,4 +1,4 @@
-"""Models of texts beside images or sounds, whose code reads the numbers of rows or what is in them.
+"""Towers of texts beside images or sounds whose code reads data.
 
 OWL-ViT gives each image a number of texts by a quotient of two axes, and CLAP fuses the parts of those sounds that are
 long.
