@@ -54,6 +54,8 @@ def tiny_fields(architecture: str) -> dict[str, Any]:
         fields |= {"hidden_size": 256, "intermediate_size": 112, "num_local_experts": 3}
     if architecture.startswith("Llama4"):
         fields |= {"num_local_experts": 3, "moe_layers": [1], "intermediate_size": 128, "intermediate_size_mlp": 160}
+    if architecture.startswith("MiniMaxM2"):
+        fields |= {"num_local_experts": 3, "num_experts_per_tok": 2}
     if architecture.startswith("Nemotron"):
         fields |= {"num_key_value_heads": 8}  # transformers has a default that its own model cannot be built with
     return fields

@@ -134,8 +134,10 @@ def _rotate(x: Tensor, theta: float, rotary: int = 0) -> Tensor:
 
 def _attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     length = len(x)
-    q = _linear(roles, "attn.q", layer, x).view(length, f.heads, -1).transpose(0, 1)  # heads, positions, head_dim
-    k = _linear(roles, "attn.k", layer, x).view(length, f.kv_heads, -1).transpose(0, 1)
+    q = _norm(roles, "attn.q_norm_all", layer, _linear(roles, "attn.q", layer, x), f)
+    k = _norm(roles, "attn.k_norm_all", layer, _linear(roles, "attn.k", layer, x), f)
+    q = q.view(length, f.heads, -1).transpose(0, 1)  # heads, positions, head_dim
+    k = k.view(length, f.kv_heads, -1).transpose(0, 1)
     v = _linear(roles, "attn.v", layer, x).view(length, f.kv_heads, -1).transpose(0, 1)
     q = _rotate(_norm(roles, "attn.q_norm", layer, q, f), f.theta[layer], f.rotary)
     k = _rotate(_norm(roles, "attn.k_norm", layer, k, f), f.theta[layer], f.rotary)

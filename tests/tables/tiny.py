@@ -60,6 +60,10 @@ _ERNIE_MOE = _SQUARE | {
     "moe_layer_end_index": 1, "pad_token_id": 0,
 }  # fmt: skip
 _DEEPSEEK_V32 = _DEEPSEEK | {"index_n_heads": 9, "index_head_dim": 12, "index_topk": 11}
+_MINIMAX_M2 = _LLAMA | {
+    "intermediate_size": 28, "num_local_experts": 5, "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6},
+}  # fmt: skip
 _GRANITE = _SQUARE | {
     "intermediate_size": 28, "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0,
     "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 2.5,
@@ -140,6 +144,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe-shared": ("GraniteMoeSharedForCausalLM", _GRANITE | {"shared_intermediate_size": 36}),
     "llama4": ("Llama4ForCausalLM", _LLAMA4),
     "llama4-biases": ("Llama4ForCausalLM", _LLAMA4 | {"attention_bias": True, "use_qk_norm": False}),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", _MINIMAX_M2),
     "qwen3_5": ("Qwen3_5ForCausalLM", _QWEN3_5),
     "qwen3_5-biases": ("Qwen3_5ForCausalLM", _QWEN3_5 | {"attention_bias": True}),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", _QWEN3_5_MOE),
@@ -255,6 +260,8 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
         more |= {"seen": config["index_topk"], "rotary": config["qk_rope_head_dim"]}
     if family == "granitemoe":
         more = _granite(config)
+    if family == "minimax_m2":
+        more = {"top_k": config["num_experts_per_tok"], "share": "sigmoid", "rotary": int(config["head_dim"] * 0.6)}
     if family == "llama4":
         window, theta, more = _llama4(config, theta)
     if family == "glm4_moe":
