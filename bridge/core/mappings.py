@@ -17,7 +17,7 @@ from typing import Any
 
 from bridge.core.added import added
 from bridge.core.errors import TableError
-from bridge.core.parsing import parse_toml
+from bridge.core.parsing.limited import parse_toml
 from bridge.core.text import nearest
 
 KINDS = ("arch", "dialects", "schemes", "runtimes")

@@ -239,5 +239,5 @@ class Plan(Displayed):
         return ("tensor", "n", "shape", "format", "bytes"), rows
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data; `bridge.core.typed_json.typed` reads it back."""
+        """The plan as plain data; `bridge.core.parsing.typed_json.typed` reads it back."""
         return plain(self)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import json
 
 from bridge.core.output import cache
 from bridge.core.output.made_by import deciding, made_by
-from bridge.core.typed_json import typed
+from bridge.core.parsing.typed_json import typed
 from bridge.core.values import Structure, plain
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models.as_installed import is_as_installed

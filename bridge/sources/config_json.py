@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import SourceError, UsageError
-from bridge.core.parsing import load_json, parse_json
+from bridge.core.parsing.limited import load_json, parse_json
 
 # Fields that count or measure, in transformers' spellings; other fields may say "none" or "all" by -1.
 SIZES = {

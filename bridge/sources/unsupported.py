@@ -8,7 +8,7 @@ from typing import Any
 
 from bridge.core.errors import SourceError
 from bridge.core.output.names import STEM
-from bridge.core.parsing import load_json
+from bridge.core.parsing.limited import load_json
 from bridge.core.text import named
 from bridge.core.values import TensorSpec
 

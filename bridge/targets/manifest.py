@@ -11,8 +11,8 @@ from typing import Any
 
 from bridge.core.errors import VerifyError
 from bridge.core.output.names import MANIFEST
-from bridge.core.parsing import MAX_WRITTEN_VALUES, parse_json
-from bridge.core.typed_json import by_line, typed
+from bridge.core.parsing.limited import MAX_WRITTEN_VALUES, parse_json
+from bridge.core.parsing.typed_json import by_line, typed
 from bridge.core.version import __version__
 from bridge.planning.plan import Plan
 from bridge.quant.schemes.grammar import Gate

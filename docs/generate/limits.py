@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 READERS = (
     "bridge/core/files",
     "bridge/core/formats",
-    "bridge/core/parsing.py",
+    "bridge/core/parsing/limited.py",
     "bridge/core/remote",
     "bridge/tables",
     "bridge/sources",

@@ -25,9 +25,9 @@ from bridge.core.formats.safetensors import SafetensorsFile, file_bytes, read_he
 from bridge.core.formats.torch_file import TorchFile
 from bridge.core.formats.unpickle import load_bytes
 from bridge.core.mappings import Place, parse_table, read_table
-from bridge.core.parsing import parse_toml
+from bridge.core.parsing.limited import parse_toml
+from bridge.core.parsing.typed_json import typed
 from bridge.core.text import fold_layers, nearest
-from bridge.core.typed_json import typed
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.load import load_scheme

@@ -13,7 +13,7 @@ import pytest
 import bridge
 from bridge.api import plans as opening
 from bridge.core.errors import PlanError, SchemeError, UsageError
-from bridge.core.typed_json import typed
+from bridge.core.parsing.typed_json import typed
 from bridge.planning.plan import Plan
 from bridge.planning.target import Drafted
 from bridge.targets import load_target

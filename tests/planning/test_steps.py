@@ -10,7 +10,7 @@ import pytest
 
 import bridge
 from bridge.core.errors import BridgeError, SchemeError
-from bridge.core.typed_json import typed
+from bridge.core.parsing.typed_json import typed
 from bridge.planning.plan import Layout, Plan, Step
 from bridge.sources.opening import open_source
 from tests.models.sources_made import MadeSource, made_llama

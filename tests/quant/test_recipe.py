@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bridge.core.errors import SchemeError, UsageError
-from bridge.core.problems import ENOUGH, MAX_KINDS
+from bridge.core.parsing.problems import ENOUGH, MAX_KINDS
 from bridge.core.values import Format, Site
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme

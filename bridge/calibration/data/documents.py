@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import CalibrationError, UsageError
-from bridge.core.parsing import parse_json
+from bridge.core.parsing.limited import parse_json
 from bridge.core.places import check_length
 
 CHARACTERS = 4 << 20  # of a text file; rows are spread over these, so that a corpus is not read whole

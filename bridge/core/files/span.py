@@ -19,7 +19,7 @@ from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.files.handles import close_file, identity, open_file, opened, read_at, read_into, size_of
 from bridge.core.files.scatter import read_rows_into
-from bridge.core.parsing import parse_json
+from bridge.core.parsing.limited import parse_json
 from bridge.core.remote.path import Handle
 
 STEP = 1 << 20  # bytes read at once if only some of them are wanted

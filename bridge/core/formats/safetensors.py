@@ -22,7 +22,7 @@ from bridge.core.files.matrices import FileMatrix, Matrix
 from bridge.core.files.span import Extent, row_order, span_of
 from bridge.core.formats.weight_file import WeightFile
 from bridge.core.pages import paged
-from bridge.core.parsing import parse_json
+from bridge.core.parsing.limited import parse_json
 from bridge.core.text import described, first_of
 from bridge.core.values import TensorSpec, shape_problem
 

@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from bridge.core.errors import SourceError
 from bridge.core.output.names import CALIBRATION, MANIFEST
-from bridge.core.parsing import parse_json
+from bridge.core.parsing.limited import parse_json
 from bridge.core.places import shown
 from bridge.core.remote.client import Client
 from bridge.core.remote.exchange import WEB_PAGE, WHOLE_FILES, Address, RefusedError

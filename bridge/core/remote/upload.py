@@ -19,7 +19,7 @@ from typing import Any
 from bridge.core.errors import BridgeError, UsageError, WriteError
 from bridge.core.output.names import JOURNAL, MANIFEST
 from bridge.core.output.replace import REPLACING, check_free
-from bridge.core.parsing import parse_json
+from bridge.core.parsing.limited import parse_json
 from bridge.core.places import checked, is_remote, scheme_of, shown, store_of
 from bridge.core.progress import Progress
 from bridge.core.remote.objects import BUCKETS, Folder, folder, problem

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-from bridge.core.parsing import parse_json
-from bridge.core.typed_json import typed
+from bridge.core.parsing.limited import parse_json
+from bridge.core.parsing.typed_json import typed
 
 NOTE = "qbridge-upload.json"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from bridge.core.dtypes import DTYPES, SEARCHED
 from bridge.core.errors import SchemeError
-from bridge.core.parsing import load_toml
+from bridge.core.parsing.limited import load_toml
 from bridge.core.text import nearest
 from bridge.core.values import FOUR_OVER_SIX, MAXBOUND, MSE, SEARCHES, Numeric
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.output.names import GENERATION
-from bridge.core.parsing import load_json, parse_json
+from bridge.core.parsing.limited import load_json, parse_json
 
 TOKENIZER_CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 _ID = re.compile(r"[0-9]{1,9}")  # Python refuses to convert thousands of digits

@@ -13,7 +13,7 @@ import numpy as np
 
 from bridge.core.errors import BridgeError, PlanError
 from bridge.core.formats.safetensors import SafetensorsFile, file_bytes
-from bridge.core.parsing import parse_json
+from bridge.core.parsing.limited import parse_json
 from bridge.sources.pruned.sparse import Sparse
 from bridge.tables.expressions.picks import Positions
 

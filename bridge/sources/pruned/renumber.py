@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bridge.core.errors import PlanError
-from bridge.core.parsing import parse_json
+from bridge.core.parsing.limited import parse_json
 from bridge.sources.pruned.vocabulary import CONFIG, FILE, ID, SETTINGS, Vocabulary
 from bridge.tables.expressions.picks import Positions
 

@@ -12,7 +12,7 @@ import numpy as np
 from bridge.core.errors import BridgeError, PlanError, WriteError, reason
 from bridge.core.formats.safetensors import SafetensorsFile, file_pieces
 from bridge.core.output.temporary import write_whole
-from bridge.core.parsing import parse_json
+from bridge.core.parsing.limited import parse_json
 from bridge.core.remote.path import as_path
 from bridge.sources.pruned.kept import At, dim_and_place, named_arrays
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from bridge.core.errors import BridgeError, PlanError
 from bridge.core.output.temporary import temporary_directory
-from bridge.core.parsing import parse_json
+from bridge.core.parsing.limited import parse_json
 from bridge.core.text import described, nearest
 from bridge.sources.pruned.merges import Ranks, parts_of
 from bridge.sources.side_files import TOKENIZER

@@ -13,7 +13,7 @@ from typing import Any
 
 from bridge.core.dtypes import FLOATS
 from bridge.core.errors import BridgeError
-from bridge.core.parsing import load_json
+from bridge.core.parsing.limited import load_json
 from bridge.core.values import Numeric, TensorSpec, main_dtype
 from bridge.sources.quantized import compressed_tensors as compressed
 from bridge.sources.quantized import deepseek as blocks

@@ -8,7 +8,7 @@ from bridge.core.errors import SourceError, collected
 from bridge.core.files.span import Folder
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.formats.torch_pickle import integers
-from bridge.core.parsing import parse_json
+from bridge.core.parsing.limited import parse_json
 from bridge.core.values import TensorSpec
 from bridge.sources.weights.containers import Tile, TiledTensor, TiledTensors, safetensors_at, tiling_problem
 

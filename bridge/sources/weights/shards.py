@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from bridge.core.errors import collected
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.formats.weight_file import WeightFile
-from bridge.core.parsing import load_json
+from bridge.core.parsing.limited import load_json
 from bridge.core.text import named, natural
 from bridge.core.values import LazyTensor, TensorSpec
 

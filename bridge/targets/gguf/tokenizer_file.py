@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
-from bridge.core.parsing import load_json, parse_json
+from bridge.core.parsing.limited import load_json, parse_json
 from bridge.core.text import described
 
 Files = Mapping[str, Path | bytes]

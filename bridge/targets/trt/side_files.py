@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import SourceError
-from bridge.core.parsing import parse_json
+from bridge.core.parsing.limited import parse_json
 from bridge.sources.config_json import read_json
 
 MODULES = "modules.json"  # of sentence-transformers: what follows the model

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.display import Displayed, Table
 from bridge.core.errors import WriteError, reason
 from bridge.core.output.temporary import write_whole
-from bridge.core.parsing import load_json
+from bridge.core.parsing.limited import load_json
 from bridge.core.text import number, size
 from bridge.core.version import __version__
 from bridge.reporting.columns import Columns

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from bridge.core.errors import UsageError
-from bridge.core.relative import MAX_QUOTED
+from bridge.core.parsing.relative import MAX_QUOTED
 
 WORDS = {str: "a text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
 TEXTS = ("model", "student", "teacher", "calib", "tokenizer", "base")  # in Python also objects; a file has only text

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import UsageError, reason
-from bridge.core.relative import PLACES
+from bridge.core.parsing.relative import PLACES
 from bridge.core.version import __version__
 from bridge.sources.source import Source
 from bridge.workflows.chain.read import ChainStep

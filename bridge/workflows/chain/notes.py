@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bridge.core.output.names import MANIFEST
 from bridge.core.output.temporary import write_whole
-from bridge.core.parsing import load_json
+from bridge.core.parsing.limited import load_json
 from bridge.reporting.report import report_from_dict
 from bridge.workflows.chain.read import ChainStep
 from bridge.workflows.chain.result import StepDone

@@ -30,10 +30,10 @@ from typing import Any
 
 from bridge.api.verbs import convert
 from bridge.core.errors import UsageError
-from bridge.core.parsing import load_toml
+from bridge.core.parsing.limited import load_toml
+from bridge.core.parsing.problems import Problems
+from bridge.core.parsing.relative import PLACES, absolute, resolved
 from bridge.core.places import check_length, is_remote
-from bridge.core.problems import Problems
-from bridge.core.relative import PLACES, absolute, resolved
 from bridge.core.text import nearest
 from bridge.targets import load_target, make_options
 from bridge.workflows.chain.argument_types import check_types

@@ -11,7 +11,7 @@ from pathlib import Path
 from bridge.calibration.walk.workers.processes import Workers, check_same, joined
 from bridge.core.errors import BridgeError
 from bridge.core.output.replace import recover
-from bridge.core.problems import Problems
+from bridge.core.parsing.problems import Problems
 from bridge.core.progress import Progress, no_progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.reporting.report import Report, report_from_dict

@@ -20,7 +20,7 @@ import numpy as np
 from bridge.core.errors import UsageError
 from bridge.core.formats.safetensors import file_pieces
 from bridge.core.output.temporary import write_whole
-from bridge.core.parsing import parse_json
+from bridge.core.parsing.limited import parse_json
 from bridge.workflows.distill.batches import Rows
 from bridge.workflows.distill.head import chunks
 from bridge.workflows.distill.losses import Answers

@@ -27,9 +27,9 @@ from bridge.core.errors import BridgeError, GoldenError
 from bridge.core.formats.safetensors import SafetensorsFile, file_bytes
 from bridge.core.output.directory import output_directory
 from bridge.core.output.names import JOURNAL, MANIFEST
-from bridge.core.parsing import parse_json
+from bridge.core.parsing.limited import parse_json
+from bridge.core.parsing.typed_json import typed
 from bridge.core.places import check_length
-from bridge.core.typed_json import typed
 from bridge.core.values import plain
 from bridge.workflows.golden.digests import positions
 from bridge.workflows.golden.values import (

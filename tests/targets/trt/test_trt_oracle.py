@@ -23,7 +23,7 @@ import torch
 
 import bridge
 from bridge.core.formats.safetensors import SafetensorsFile
-from bridge.core.typed_json import typed
+from bridge.core.parsing.typed_json import typed
 from bridge.planning.plan import Plan
 from bridge.quant.codec.decode import decode
 from bridge.sources.opening import open_source

@@ -11,7 +11,7 @@ import pytest
 import bridge
 from bridge.cli.terminal import console
 from bridge.core.errors import UsageError
-from bridge.core.problems import MAX_KINDS
+from bridge.core.parsing.problems import MAX_KINDS
 from bridge.workflows.batch.manifest import rows as manifest_rows
 from bridge.workflows.batch.manifest.read import Manifest, read_manifest
 from bridge.workflows.batch.report import BatchReport

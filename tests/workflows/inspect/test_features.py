@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bridge.core.problems import Problems
+from bridge.core.parsing.problems import Problems
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.workflows.inspect.config.features import FORMATS, KINDS, Feature, Known, parse_feature

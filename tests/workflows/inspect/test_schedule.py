@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bridge.core.problems import Problems
+from bridge.core.parsing.problems import Problems
 from bridge.workflows.inspect.config.schedule import Schedule, parse_schedule
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bridge.core.problems import Problems
+from bridge.core.parsing.problems import Problems
 from bridge.workflows.inspect.config.layers import Layer, number_in
 from bridge.workflows.inspect.config.merging import GEMMS, TAKES, TENSORS, merged
 from bridge.workflows.inspect.config.schedule import Schedule, parse_schedule

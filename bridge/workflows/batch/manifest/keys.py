@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from bridge.calibration.data import AUTO
+from bridge.core.parsing.relative import MAX_QUOTED
 from bridge.core.places import ELSEWHERE, HERE, is_remote
-from bridge.core.relative import MAX_QUOTED
 from bridge.workflows.batch.manifest.naming import MAX_LENGTH, redacted
 
 TEXTS = (

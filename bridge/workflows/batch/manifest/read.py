@@ -32,10 +32,10 @@ from typing import Any
 
 from bridge.core.errors import UsageError
 from bridge.core.output.replace import work_directory
-from bridge.core.parsing import load_toml
+from bridge.core.parsing.limited import load_toml
+from bridge.core.parsing.problems import Problems
+from bridge.core.parsing.relative import absolute
 from bridge.core.places import check_length
-from bridge.core.problems import Problems
-from bridge.core.relative import absolute
 from bridge.core.text import byte_count, nearest, number
 from bridge.workflows.batch.engines import ENGINES, make_settings
 from bridge.workflows.batch.manifest.naming import MAX_LENGTH

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bridge.core.errors import BridgeError, is_unreachable
 from bridge.core.output.names import CALIBRATION, CARD
-from bridge.core.parsing import load_json
+from bridge.core.parsing.limited import load_json
 from bridge.core.places import is_remote
 from bridge.core.remote.opening import written_at
 from bridge.core.remote.upload import made_at

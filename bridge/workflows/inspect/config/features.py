@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from bridge.core.problems import Problems
+from bridge.core.parsing.problems import Problems
 from bridge.core.text import described, nearest
 from bridge.quant.schemes.scheme import Scheme, is_measured
 from bridge.workflows.inspect.config import schedule as schedules

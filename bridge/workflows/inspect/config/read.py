@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import InspectError, SourceError, UsageError, reason
+from bridge.core.parsing.problems import Problems
 from bridge.core.places import check_here, check_length
-from bridge.core.problems import Problems
 from bridge.core.text import described, nearest
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.configs.yaml_data import MAX_BYTES, read_yaml

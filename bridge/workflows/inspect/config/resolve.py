@@ -14,7 +14,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from bridge.core.problems import Problems
+from bridge.core.parsing.problems import Problems
 from bridge.core.text import named
 from bridge.quant.schemes.scheme import Scheme
 from bridge.workflows.inspect.changes.gemms import INSTEAD

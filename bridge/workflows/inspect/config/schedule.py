@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.core.problems import Problems
+from bridge.core.parsing.problems import Problems
 from bridge.core.text import described
 
 KEYS = ("freq", "start_step", "end_step", "start_end_list")

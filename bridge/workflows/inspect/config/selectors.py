@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from bridge.core.problems import Problems
+from bridge.core.parsing.problems import Problems
 from bridge.core.text import described, layer_of, named, natural, nearest, pattern
 from bridge.quant.schemes.layer_ranges import Span, from_start, parse_span
 from bridge.tables.architectures.roles import load_roles

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bridge.core.errors import UsageError
-from bridge.core.problems import Problems
+from bridge.core.parsing.problems import Problems
 from bridge.core.text import described, nearest
 from bridge.quant.schemes.catalog import named_scheme, scheme_names
 from bridge.quant.schemes.scheme import Scheme

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bridge.core.problems import Problems
+from bridge.core.parsing.problems import Problems
 from bridge.workflows.inspect.config.features import Feature, Known, parse_feature
 from bridge.workflows.inspect.config.read import InspectConfig, Section, raise_problems
 from bridge.workflows.inspect.config.selectors import Selector

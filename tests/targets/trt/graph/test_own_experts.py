@@ -12,7 +12,7 @@ import torch
 
 import bridge
 from bridge.core.errors import UsageError
-from bridge.core.typed_json import typed
+from bridge.core.parsing.typed_json import typed
 from bridge.planning.plan import Plan
 from bridge.targets.trt.graph.experts import unstack_experts
 from bridge.targets.trt.graph.tasks import choose_task

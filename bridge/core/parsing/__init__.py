@@ -1,0 +1,1 @@
+"""Read what users write: JSON and TOML with limits, into dataclasses, all problems at once."""
