@@ -1,1 +1,1 @@
-"""Read what users write: JSON and TOML with limits, into dataclasses, all problems at once."""
+"""Read what users write: JSON and TOML with limits, problems, relative paths."""
