@@ -154,12 +154,16 @@ STACKED: dict[str, dict[str, Any]] = {  # experts in one tensor
     },
 }  # fmt: skip
 
+INDEXED = {  # what attention sees is chosen
+    "DeepseekV32ForCausalLM": _MLA | {"index_n_heads": 9, "index_head_dim": 12, "index_topk": 11},
+}
+
 
 def build(name: str, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Any:
     """A random model of the family, `fields` in its config; nothing in it stays at a constant that hides a mix-up."""
     cls = getattr(transformers, name)
     torch.manual_seed(0)
-    config = cls.config_class(**(DECODERS | OTHERS | STACKED)[name] | fields)
+    config = cls.config_class(**(DECODERS | OTHERS | STACKED | INDEXED)[name] | fields)
     model = cls._from_config(config, attn_implementation="eager").to(dtype).eval()
     model.config.architectures = [name]
     with torch.no_grad():

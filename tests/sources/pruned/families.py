@@ -16,6 +16,7 @@ _GLM4_MOE = {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2,
 _HYBRID = {"layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": _FOUR,
+    "DeepseekV32ForCausalLM": _FOUR | {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
     "DeepseekV3ForCausalLM": _FOUR | {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
     "Dots1ForCausalLM": _FOUR | {"num_experts_per_tok": 2, "first_k_dense_replace": 2, "attention_bias": True},
     "Ernie4_5ForCausalLM": _FOUR | {"use_bias": True},
@@ -26,9 +27,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GemmaForCausalLM": _FOUR,
     "Glm4MoeForCausalLM": _FOUR | _GLM4_MOE,
     "GptOssForCausalLM": _FOUR,
+    "GraniteMoeSharedForCausalLM": _FOUR | {"attention_bias": True, "residual_multiplier": 0.7},
     "HunYuanDenseV1ForCausalLM": _FOUR | {"attention_bias": True},
     "HunYuanMoEV1ForCausalLM": _FOUR | {"moe_topk": [2, 3, 2, 3]},
+    "Llama4ForCausalLM": _FOUR | {"moe_layers": [1, 3], "no_rope_layers": [1, 0, 1, 1], "attention_bias": True},
     "LlamaForCausalLM": _FOUR | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "MiniMaxM2ForCausalLM": _FOUR,
     "MistralForCausalLM": _FOUR,
     "MixtralForCausalLM": _FOUR,
     "NemotronForCausalLM": _FOUR,
@@ -41,7 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Starcoder2ForCausalLM": _FOUR,
 }
 _ATTENTION = re.compile(r"(o_proj|attn\.c_proj|attention\.output\.dense)$")
-_SHARED = re.compile(r"shared_(experts?|mlp)\.down_proj$")
+_SHARED = re.compile(r"shared_(experts?|mlp)\.(down_proj|output_linear)$")
 _MLP = re.compile(
     r"((?<!shared_experts)(?<!shared_expert)(?<!shared_mlp)\.down_proj|mlp\.c_proj|\.\d+\.output\.dense)$"
 )
