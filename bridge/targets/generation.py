@@ -28,8 +28,8 @@ SEEING = (
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "MllamaForConditionalGeneration",
     "LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration", "Glm4vForConditionalGeneration",
-    "Lfm2VlForConditionalGeneration", "JanusForConditionalGeneration", "Ovis2ForConditionalGeneration",
-    "Blip2ForConditionalGeneration", "InstructBlipForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration", "Lfm2VlForConditionalGeneration", "JanusForConditionalGeneration",
+    "Ovis2ForConditionalGeneration", "Blip2ForConditionalGeneration", "InstructBlipForConditionalGeneration",
 )  # fmt: skip
 # Classes that write what an image shows, behind a prompt of few tokens or none: TrOCR, Donut, Nougat, Pix2Struct.
 READING = ("VisionEncoderDecoderModel", "Pix2StructForConditionalGeneration")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.sweep.decoders import LOCAL, MOE, PLAIN, SQUARE, TEXT, Fields
+from tests.sweep.decoders import GROUPED, LOCAL, MOE, PLAIN, SQUARE, TEXT, Fields
 from tests.sweep.images import VIT
 
 _VIT = {key: value for key, value in VIT.items() if key != "num_labels"}
@@ -68,6 +68,12 @@ MULTIMODAL: dict[str, Fields] = {
     },
     "Glm4vForConditionalGeneration": {
         "text_config": SQUARE | {"rope_parameters": _MROPE | {"mrope_section": [4, 6, 6]}},
+        "vision_config": _DEEP | {"image_size": 32}, **_TOKENS,
+    },
+    "Glm4vMoeForConditionalGeneration": {
+        "text_config": TEXT | GROUPED | {
+            "rope_parameters": _MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]},
+        },
         "vision_config": _DEEP | {"image_size": 32}, **_TOKENS,
     },
     "GotOcr2ForConditionalGeneration": {
