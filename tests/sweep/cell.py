@@ -131,17 +131,20 @@ def compare_export(directory: Path, scheme: str, batches: list[Any], ours: Path,
             answer = _exported(directory, scheme, batches[:-1], theirs, _as_in(ours, scheme))
         lines = oracle.differences(ours, theirs)
         values = [line for line in lines if "values differ" in line]
-        if values and scheme == "int4_awq":
+        if values:
             return _judged(directory, scheme, batches, ours, theirs, answer.live)
     except Exception as error:  # in many ways
         return Ended("right", _shortened(f"{RAISES} {type(error).__name__}: {error}", directory.parent))
-    return Ended("differs" if values else "right" if lines else "equal", " · ".join([*values, *lines][:2])[:300])
+    return Ended("right" if lines else "equal", " · ".join(lines[:2])[:300])
 
 
 def _as_in(ours: Path, scheme: str) -> dict[str, Any]:
     """Changes of a preset by which ModelOpt quantizes the matrices that ours has quantized."""
-    parts = ("weight_quantizer", "input_quantizer") if scheme == "fp8" else ("weight_quantizer",)
-    return {f"{name}.{part}": {"enable": True} for name in sorted(quantized(ours)) for part in parts}
+    return {f"{name}.{part}": {"enable": True} for name in sorted(quantized(ours)) for part in _quantizers(scheme)}
+
+
+def _quantizers(scheme: str) -> tuple[str, ...]:
+    return ("weight_quantizer", "input_quantizer") if scheme == "fp8" else ("weight_quantizer",)
 
 
 def _exported(directory: Path, scheme: str, batches: list[Any], out: Path, changes: Any = None) -> Answer:
@@ -211,7 +214,8 @@ def _judged(directory: Path, scheme: str, batches: list[Any], ours: Path, theirs
     if lost := sorted(names(directory) - names(theirs)):
         return Ended("right", f"ModelOpt's file has names of the model in memory: it lacks {lost[0]}")
     chosen, known = quantized(ours), {name: name for name in quantized(theirs)} | live  # a tied head is not in `live`
-    changes = {f"{module}.weight_quantizer": {"enable": name in chosen} for name, module in known.items()}
+    parts = _quantizers(scheme)
+    changes = {f"{module}.{part}": {"enable": name in chosen} for name, module in known.items() for part in parts}
     theirs, work = theirs.with_name(f"{theirs.name}-alike"), ours.with_name("decoded")
     _exported(directory, scheme, batches[:-1], theirs, changes)
     lines = oracle.differences(ours, theirs)
