@@ -63,7 +63,8 @@ class DialectDrafting:
         """Lay out a row's tensor for one rank; None if there is a problem."""
         try:
             blocks = lay_out(row.expr, self._roles, (layer, None), names, rank)
-            slices = tuple(block.slice(self.draft.specs.get(block.source)) for block in blocks)
+            stored = ((block, self.draft.specs.get(block.source)) for block in blocks)
+            slices = tuple(part.slice(spec) for block, spec in stored for part in block.apart(spec))
         except Refusal as refusal:
             self._problem(row, layer, str(refusal))
             return None

@@ -58,6 +58,14 @@ class Block:
         follows = self.source and self.rows[1] + self.step - 1 == block.rows[0]
         return bool(follows) and replace(self, rows=block.rows) == block
 
+    def apart(self, spec: TensorSpec | None) -> Blocks:
+        """The block, or one of each expert where it has a part of the columns of them all, which no slice has."""
+        if spec is None or len(spec.shape) != 3 or self.cols in (None, (0, spec.shape[2])) or self.transposed:
+            return (self,)
+        experts, height = spec.shape[:2]
+        whole = self.rows == (0, experts * height)
+        return tuple(self.cut((at * height, (at + 1) * height)) for at in range(experts)) if whole else (self,)
+
     def slice(self, spec: TensorSpec | None) -> Slice:
         """The block in the stored axes of `spec` (None for zeros); whole axes are not cut."""
         if spec is None:

@@ -7,6 +7,7 @@ errors: transformers 5 keeps RoPE in `rope_parameters`, which ModelOpt's exporte
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,7 +82,19 @@ def _kind(config: Mapping[str, Any], matched: Matched, dialect: Dialect, tp: int
         "rmsnorm": "final.norm.bias" not in roles,
         "lm_head_bias": False,
     }
-    return fields | ({} if learned else _rotary(config))
+    return fields | ({} if learned else _rotary(config)) | _multipliers(config, int(str(matched.names["head_dim"])))
+
+
+def _multipliers(config: Mapping[str, Any], head_dim: int) -> dict[str, float]:
+    """Granite's, as LLaMAConfig has them: attention's multiplies what it divides by the root of a head's width."""
+    if config.get("attention_multiplier") is None:
+        return {}
+    return {
+        "embedding_multiplier": config.get("embedding_multiplier", 1.0),
+        "attention_multiplier": config["attention_multiplier"] * math.sqrt(head_dim),
+        "residual_multiplier": config.get("residual_multiplier", 1.0),
+        "output_multiplier_scale": 1.0 / config.get("logits_scaling", 1.0),
+    }
 
 
 def _activation(config: Mapping[str, Any]) -> str:

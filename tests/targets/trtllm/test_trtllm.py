@@ -257,6 +257,39 @@ def test_the_config_of_experts(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_granite_is_a_mixtral_with_multipliers(tp: int, tmp_path: Path) -> None:
+    """TensorRT-LLM builds both as LLaMAForCausalLM; the fields are those of its LLaMAConfig."""
+    sizes = {"num_attention_heads": 8, "head_dim": 32, "vocab_size": 80}
+    config = MIXTRAL | sizes | {"architectures": ["GraniteMoeForCausalLM"], "num_hidden_layers": 2}
+    scales = {"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22}
+    granite = made(config | scales | {"logits_scaling": 6.0})
+    mixtral = made(MIXTRAL | sizes | {"num_hidden_layers": 2})
+    for name in mixtral.arrays:
+        block, _, part = name.partition(".experts.")
+        if part:
+            expert, which = int(part.split(".")[0]), part.split(".")[1]
+            stack = granite.arrays[f"{block}.{'output' if which == 'w2' else 'input'}_linear.weight"][expert]
+            mixtral.arrays[name] = {"w1": stack[:FFN], "w2": stack, "w3": stack[FFN:]}[which]
+        else:
+            mixtral.arrays[name] = granite.arrays[name.replace(".gate.", ".router.layer.")]
+    for source, out in ((granite, "granite"), (mixtral, "mixtral")):
+        bridge.convert(source, "trtllm", None, tmp_path / out, verify=False, tp=tp)
+    for rank in range(tp):
+        one, other = (load_file(tmp_path / out / f"rank{rank}.safetensors") for out in ("granite", "mixtral"))
+        assert one.keys() == other.keys() and all(tensor.equal(other[name]) for name, tensor in one.items())
+    told = json.loads((tmp_path / "granite/config.json").read_text())
+    assert told["attention_multiplier"] == 0.015625 * 32**0.5, "TensorRT-LLM divides by the root of a head's width"
+    assert (told["embedding_multiplier"], told["residual_multiplier"]) == (12.0, 0.22)
+    assert told["output_multiplier_scale"] == 1 / 6
+
+
+def test_stacked_experts_are_refused_where_they_are_quantized() -> None:
+    config = MIXTRAL | {"architectures": ["GraniteMoeForCausalLM"], "num_attention_heads": 8, "head_dim": 32}
+    with pytest.raises(SchemeError, match="holds all experts of a layer in one tensor, which is not written quantized"):
+        plan(config, "int8_wo")
+
+
 def test_a_rank_may_hold_padding_only(tmp_path: Path) -> None:
     config = LLAMA | {"vocab_size": 65, "num_hidden_layers": 1, "intermediate_size": 1024, "head_dim": 128}
     found = ranks(config, "int4_wo", tmp_path / "out", tp=8)
