@@ -114,8 +114,6 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": _TEXT,
     "Qwen3MoeForCausalLM": _TEXT | _MOE | {"mlp_only_layers": [1]},
     "Qwen3NextForCausalLM": _TEXT | _MOE | _SHARED | _DELTA,
-    "Qwen3_5ForCausalLM": _TEXT | _DELTA,
-    "Qwen3_5MoeForCausalLM": _TEXT | _MOE | _SHARED | _DELTA,
     "RecurrentGemmaForCausalLM": _TEXT | {"lru_width": 60, "block_types": ["recurrent", "attention"]},
     "SeedOssForCausalLM": _TEXT,
     "SmolLM3ForCausalLM": _SQUARE,
@@ -141,9 +139,13 @@ ALIKE = {
     "Glm4ForCausalLM", "Glm4MoeForCausalLM", "GlmForCausalLM", "GraniteForCausalLM", "HeliumForCausalLM",
     "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "MiniMaxM2ForCausalLM", "MistralForCausalLM",
     "Olmo3ForCausalLM", "OlmoeForCausalLM", "PersimmonForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-    "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM",
-    "Starcoder2ForCausalLM", "XGLMForCausalLM",
+    "SeedOssForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM", "XGLMForCausalLM",
 }  # fmt: skip
+# Whose names ModelOpt writes as those of the model with images, `model.language_model.`: no grid has them.
+PREFIXED: dict[str, dict[str, Any]] = {
+    "Qwen3_5ForCausalLM": _TEXT | _DELTA,
+    "Qwen3_5MoeForCausalLM": _TEXT | _MOE | _SHARED | _DELTA,
+}
 _LOCAL = {"num_local_experts": 5, "num_experts_per_tok": 3}
 STACKED: dict[str, dict[str, Any]] = {  # experts in one tensor
     "GptOssForCausalLM": _TEXT | _LOCAL,
@@ -163,7 +165,7 @@ def build(name: str, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Any:
     """A random model of the family, `fields` in its config; nothing in it stays at a constant that hides a mix-up."""
     cls = getattr(transformers, name)
     torch.manual_seed(0)
-    config = cls.config_class(**(DECODERS | OTHERS | STACKED | INDEXED)[name] | fields)
+    config = cls.config_class(**(DECODERS | OTHERS | PREFIXED | STACKED | INDEXED)[name] | fields)
     model = cls._from_config(config, attn_implementation="eager").to(dtype).eval()
     model.config.architectures = [name]
     with torch.no_grad():

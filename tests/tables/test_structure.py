@@ -146,6 +146,16 @@ def test_names_without_the_prefix_of_the_base_model_are_found() -> None:
     assert len(names) == len(specs)
 
 
+def test_names_with_another_prefix_of_the_table_are_found() -> None:
+    config = {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 4, "tie_word_embeddings": True}
+    plain = headers(config)
+    names = {name: name.replace("model.", "model.language_model.", 1) for name in plain}
+    found = structure(config, {new: TensorSpec(new, plain[old].shape, "bfloat16") for old, new in names.items()})
+    assert found.order == tuple(names.get(name, name) for name in structure(config, plain).order)
+    assert found.tied == {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+    assert found.attention == ("model.language_model.layers.3.self_attn",)
+
+
 def test_a_bare_model_saved_with_the_prefix_is_found() -> None:
     config = BERT | {"architectures": ["BertModel"]}
     specs = headers(config)

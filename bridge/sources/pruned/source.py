@@ -195,8 +195,7 @@ class PrunedSource:
             yield numbered(entry.name, new_layer, new_expert), (stored, entry, layer, expert)
 
     def _new_entries(self) -> Iterator[Entry]:
-        table, stripped = self.matched.table, not self.matched.prefix
-        return entries_of(table, self.matched.architecture, self._names, table.prefix if stripped else "")
+        return entries_of(self.matched.table, self.matched.architecture, self._names, self.matched.prefix)
 
     def positions(self, name: str) -> tuple[Positions, ...]:
         """Where the tensor's values lie along each axis of the stored one."""

@@ -16,8 +16,8 @@ from bridge.tables.architectures.roles import InputRow, Roles, load_roles, merge
 from bridge.tables.expressions.grammar import Call, Expr, Formula, parse_formula, parse_row, roles_in
 
 _KEYS = [
-    "architectures", "prefix", "bare", "order", "scaled", "config", "dims", "legacy", "inputs", "layouts", "foreign",
-    "prune", "rows", "rows_if", "rows_for", "split", "tied_if", "ignore", "ignore_if", "ignore_for",
+    "architectures", "prefix", "prefixes", "bare", "order", "scaled", "config", "dims", "legacy", "inputs", "layouts",
+    "foreign", "prune", "rows", "rows_if", "rows_for", "split", "tied_if", "ignore", "ignore_if", "ignore_for",
 ]  # fmt: skip
 Layouts = dict[str, tuple[str, Place]]  # architecture -> the name of its layout in a dialect, and where it is given
 INDEX = re.compile(r"\{(\w+)\}")
@@ -60,14 +60,16 @@ class Tie:
 class ArchTable:
     """One architecture family: dims from its config and its Hugging Face names of the roles.
 
-    `order`: modules of one parent in the model's order, if the rows have another. `scaled`: embeddings whose module
-    also scales its output. `split`: rows of each expert, of checkpoints that have no stacks of them.
+    `prefixes`: what a checkpoint's names may begin with instead of `prefix`. `order`: modules of one parent in the
+    model's order, if the rows have another. `scaled`: embeddings whose module also scales its output. `split`: rows of
+    each expert, of checkpoints that have no stacks of them.
     """
 
     file: TableFile
     roles: Roles
     architectures: tuple[str, ...]
     prefix: str
+    prefixes: tuple[str, ...]
     bare: tuple[str, ...]
     config: Mapping[str, object]
     dims: Mapping[str, Formula]
@@ -86,6 +88,10 @@ class ArchTable:
         stacks = [at for at, row in enumerate(self.rows) if row.expr and roles.intersection(roles_in(row.expr))]
         kept = tuple(row for at, row in enumerate(self.rows) if at not in stacks)
         return replace(self, rows=(*kept[: stacks[0]], *self.split, *kept[stacks[0] :]), split=())
+
+    def named(self, name: str, prefix: str) -> str:
+        """Return the name of a row in a checkpoint whose names begin with `prefix`, "" if they lack the table's."""
+        return prefix + name.removeprefix(self.prefix) if name.startswith(self.prefix) else name
 
     def names(self, config: Mapping[str, object]) -> dict[str, object]:
         """Return config fields (with defaults) and the dims computed from them."""
@@ -169,7 +175,7 @@ def parse_arch(file: TableFile, roles: Roles) -> ArchTable:
     _known(file.place("", "bare"), bare, architectures)
     rows = _rows(file, roles, [*config, *dims], architectures)
     return ArchTable(
-        file, roles, architectures, file.data.get("prefix", ""), bare, config, dims,
+        file, roles, architectures, file.data.get("prefix", ""), file.words("prefixes"), bare, config, dims,
         rows, _ties(file, [*config, *dims], {row.name for row in rows}),
         _ignored(file, roles, [*config, *dims], architectures), dict(file.data.get("legacy", {})),
         merge_inputs(parse_inputs(file, roles.roles), roles.inputs), tuple(file.data.get("order", ())),

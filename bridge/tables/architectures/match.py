@@ -98,14 +98,14 @@ def match(
     """Match every tensor of `specs`; problems are in the result, not raised."""
     names = table.names(config)
     check_counts(table, names)
-    stripped = bool(table.prefix) and not any(name.startswith(table.prefix) for name in specs)
-    prefix = "" if stripped else table.prefix
-    if _has_split(table, specs, table.prefix if stripped else ""):
+    known_prefixes = (*table.prefixes, table.prefix)
+    prefix = next((begin for begin in known_prefixes if any(name.startswith(begin) for name in specs)), "")
+    if _has_split(table, specs, prefix):
         table = table.without_stacks()
-    entries = tuple(entries_of(table, architecture, names, table.prefix if stripped else ""))
+    entries = tuple(entries_of(table, architecture, names, prefix))
     matched = Matched(table, architecture, names, entries, prefix)
     active = {entry.name: entry for entry in entries if entry.row.expr and entry.expected}
-    stored = _tie(matched, active, specs, table.prefix if stripped else "")
+    stored = _tie(matched, active, specs)
     tree = _tree((entry.name, entry) for entry in entries)
     known = {entry.name: entry for entry in entries}
     for name, spec in specs.items():
@@ -117,9 +117,9 @@ def match(
     return matched
 
 
-def _has_split(table: ArchTable, specs: Iterable[str], strip: str) -> bool:
+def _has_split(table: ArchTable, specs: Iterable[str], prefix: str) -> bool:
     """Whether a checkpoint has a tensor of an expert where others have stacks."""
-    tree = _tree((row.name.removeprefix(strip), row) for row in table.split)
+    tree = _tree((table.named(row.name, prefix), row) for row in table.split)
     return bool(tree) and any(lookup(tree, name)[0] for name in specs)
 
 
@@ -132,8 +132,14 @@ def check_counts(table: ArchTable, names: Mapping[str, object]) -> None:
             raise PlanError(f"the config claims {count} {dim} ({place.file}:{place.line}: {place.row})")
 
 
-def entries_of(table: ArchTable, architecture: str, names: Mapping[str, object], strip: str = "") -> Iterator[Entry]:
-    """Yield every row under one config, names without the prefix `strip`; TableError if a row has no shape."""
+def entries_of(
+    table: ArchTable, architecture: str, names: Mapping[str, object], prefix: str | None = None
+) -> Iterator[Entry]:
+    """Yield every row under one config; TableError if a row has no shape.
+
+    prefix: what the checkpoint's names begin with, if it is not the table's prefix; "" if they lack it.
+    """
+    prefix = table.prefix if prefix is None else prefix
     shapes = {name: role_shape(table, name, names) for row in table.rows if row.expr for name in roles_in(row.expr)}
     symbols = {role: ", ".join(map(str, table.roles.roles[role].shape)) for role in shapes}
     for row in (*table.rows, *table.ignored):
@@ -141,7 +147,7 @@ def entries_of(table: ArchTable, architecture: str, names: Mapping[str, object],
         shape = row_shape(row.expr, shapes, names, row.place, symbols) if row.expr else ()
         extents = tuple(_extent(table, row, index, names) for index in row.index) if row.expr else ()
         roles = roles_in(row.expr) if row.expr else ()
-        yield Entry(row.name.removeprefix(strip), row, shape, roles, extents, layers)
+        yield Entry(table.named(row.name, prefix), row, shape, roles, extents, layers)
 
 
 def role_shape(table: ArchTable, role: str, names: Mapping[str, object]) -> Shape:
@@ -177,11 +183,11 @@ def _layers(row: Row, architecture: str, names: Mapping[str, object]) -> frozens
     return frozenset(at for at in range(layers) if row.when.value({**names, "l": at}))
 
 
-def _tie(matched: Matched, active: dict[str, Entry], specs: Mapping[str, TensorSpec], strip: str) -> dict[str, Entry]:
+def _tie(matched: Matched, active: dict[str, Entry], specs: Mapping[str, TensorSpec]) -> dict[str, Entry]:
     """Resolve ties; tensors not stored leave `active`. Return entries for tensors stored under an alias."""
     instead: dict[str, Entry] = {}
     for tie in matched.table.ties:
-        alias, stored = tie.alias.removeprefix(strip), tie.stored.removeprefix(strip)
+        alias, stored = (matched.table.named(name, matched.prefix) for name in (tie.alias, tie.stored))
         if stored not in active or not _has(matched, tie.alias) or not tie.when.value(matched.names):
             continue
         if alias in specs and stored not in specs:

@@ -69,8 +69,8 @@ class Translator:
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
         """The rows of the architecture that apply under the config."""
-        strip = self.table.prefix if self.architecture in self.table.bare else ""
-        entries = entries_of(self.table, self.architecture, self.names, strip)
+        prefix = "" if self.architecture in self.table.bare else self.table.prefix
+        entries = entries_of(self.table, self.architecture, self.names, prefix)
         return tuple(entry for entry in entries if entry.row.expr and entry.expected)
 
     @cached_property

@@ -106,9 +106,8 @@ class Sizer:
         after = {**whole.before, **sizes}
         config, _ = pruned_config(matched.table, whole.source.config, after, range(after["layers"]))
         names = matched.table.names(config)
-        strip = "" if matched.prefix else matched.table.prefix
         total = 0.0
-        for entry in entries_of(matched.table, matched.architecture, names, strip):
+        for entry in entries_of(matched.table, matched.architecture, names, matched.prefix):
             if rate := self._rates.get(entry.name):
                 part = _part_of(entry, names) if self._kind == "latency" else 1
                 total += entry.expected * math.prod(entry.shape) * rate * part

@@ -77,7 +77,7 @@ quant = "int4_awq_full"
 """
 SEARCHES = ("awq", "gptq", "hessian")  # take two to four times as long as the others
 # transformers' grouped matrix products take bfloat16 experts of multiples of 16 bytes only
-EXPERTS = ("Moe", "Mixtral", "Deepseek", "Dots1", "Jamba", "MiniMax", "Olmoe", "Qwen3Next", "moe")
+EXPERTS = ("Moe", "MoE", "Mixtral", "Deepseek", "Dots1", "Jamba", "MiniMax", "Olmoe", "Qwen3Next", "moe")
 
 
 def whole(source: Source, scheme: Scheme, data: Data) -> Calibration:
