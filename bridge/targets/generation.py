@@ -19,6 +19,7 @@ ANSWERING = (
     "T5ForConditionalGeneration", "BartForConditionalGeneration", "MarianMTModel", "M2M100ForConditionalGeneration",
     "PegasusForConditionalGeneration", "BlenderbotForConditionalGeneration", "BlenderbotSmallForConditionalGeneration",
     "T5GemmaForConditionalGeneration", "SwitchTransformersForConditionalGeneration", "LEDForConditionalGeneration",
+    "ProphetNetForConditionalGeneration",
 )  # fmt: skip
 # Classes that read images beside a text, and continue it.
 SEEING = (

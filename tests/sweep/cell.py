@@ -247,7 +247,7 @@ def compare_logits(model: Any, out: Path) -> Ended:
             theirs = model(**given)
         first = (theirs if isinstance(theirs, torch.Tensor) else theirs[0]).float().numpy()
         if (out / "encoder.onnx").exists():
-            return _translated(EncoderDecoder(out), arrays, first)
+            return _translated(model, EncoderDecoder(out), arrays, first)
         return _one_graph(model, Runtime(out), arrays, theirs, first)
 
     return _near(compared, lambda: _rounding(model, given))
@@ -298,7 +298,7 @@ def _one_graph(model: Any, runtime: Runtime, arrays: Arrays, theirs: Any, first:
     return {"outputs": float(np.max([relative_l2(ours[name], array) for name, array in wanted.items()]))}
 
 
-def _translated(pair: EncoderDecoder, arrays: Arrays, wanted: np.ndarray) -> dict[str, float]:
+def _translated(model: Any, pair: EncoderDecoder, arrays: Arrays, wanted: np.ndarray) -> dict[str, float]:
     """How far the logits of an encoder and a decoder are: of one pass, and of steps through the caches."""
     tokens = arrays["decoder_input_ids"]
     source = pair.source({name: array for name, array in arrays.items() if name in pair.encoder.inputs})
@@ -306,10 +306,23 @@ def _translated(pair: EncoderDecoder, arrays: Arrays, wanted: np.ndarray) -> dic
     for at in range(tokens.shape[1]):
         logits, own = pair.step(tokens[:, at : at + 1], source, own)
         made.append(logits)
-    return {
-        "logits": relative_l2(pair.run(arrays)["logits"], wanted),
-        "steps": relative_l2(np.stack(made, 1), wanted),
-    }
+    steps = np.stack(made, 1)
+    far = {"logits": relative_l2(pair.run(arrays)["logits"], wanted), "steps": relative_l2(steps, wanted)}
+    if far["steps"] > FLOAT:  # ProphetNet's own steps give other logits than its pass
+        far["steps"] = relative_l2(steps, _stepped(model, arrays))
+    return far
+
+
+def _stepped(model: Any, arrays: Arrays) -> np.ndarray:
+    """transformers' logits of the decoder's tokens one by one."""
+    given = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    made, past = [], None
+    with torch.no_grad():
+        for token in given.pop("decoder_input_ids").split(1, 1):
+            out = model(**given, decoder_input_ids=token, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            made.append(out.logits)
+    return torch.cat(made, 1).numpy()
 
 
 def _decoded(model: Any, runtime: Runtime, tokens: np.ndarray, wanted: np.ndarray) -> dict[str, float]:

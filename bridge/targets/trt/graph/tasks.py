@@ -129,7 +129,6 @@ TASKS: dict[str, Task] = {
 
 # Why there are no graphs of a class that writes.
 _WITHOUT = {
-    "ProphetNetForConditionalGeneration": "its decoder reads one token at a time once it has a cache",
     "NllbMoeForConditionalGeneration": "transformers 5 runs its first two experts, whatever its router chooses",
 }
 
