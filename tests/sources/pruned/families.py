@@ -45,6 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Starcoder2ForCausalLM": _FOUR,
 }
 _ATTENTION = re.compile(r"(o_proj|attn\.c_proj|attention\.output\.dense)$")
+_DELTA_NET = re.compile(r"linear_attn\.out_proj$")  # whose heads are not cut
 _SHARED = re.compile(r"shared_(experts?|mlp)\.(down_proj|output_linear)$")
 _MLP = re.compile(
     r"((?<!shared_experts)(?<!shared_expert)(?<!shared_mlp)\.down_proj|mlp\.c_proj|\.\d+\.output\.dense)$"
@@ -85,7 +86,8 @@ def silenced(model: Any, kept: Kept) -> Any:
             dead = np.setdiff1d(np.arange(kept.before["moe_ffn"]), kept.positions("moe_ffn", layer, None))
             axis = module.down_proj.shape.index(kept.before["moe_ffn"], 1)
             module.down_proj.index_fill_(axis, torch.from_numpy(dead), 0.0)
-        if gone and (_ATTENTION.search(name) or _MLP.search(name) or _SHARED.search(name) or name.endswith(".experts")):
+        outputs = (_ATTENTION, _DELTA_NET, _MLP, _SHARED)
+        if gone and (name.endswith(".experts") or any(kind.search(name) for kind in outputs)):
             module.register_forward_hook(lambda _, inputs, out: torch.zeros_like(out))
     return model
 
