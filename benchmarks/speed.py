@@ -47,9 +47,11 @@ STREAMED = ("none", "fp8_pc_pt", "nvfp4_wo", "int4_wo", "fp8")  # of every size
 OTHERS = (
     ("hf", "int8_wo"), ("hf", "fp8_block"), ("hf", "mxfp8"), ("hf", "mxfp4_wo"), ("hf", "int4_mse"),
     ("hf", "nvfp4_wo_mse"), ("hf", "nvfp4_four_over_six"), ("hf", "w4a8_nvfp4_fp8"), ("gguf", "none"), ("gguf", "q8_0"),
-    ("gguf", "q4_0"), ("gguf", "q4_k"), ("gguf", "q5_k"), ("gguf", "q6_k"), ("gguf", FLOAT16),
+    ("gguf", "q4_0"), ("gguf", "q4_k"), ("gguf", "q5_k"), ("gguf", "q6_k"), ("gguf", FLOAT16), ("hf", "int4_awq"),
+    ("megatron", "none"), ("torchtitan", "none"), ("trtllm", "fp8_pc_pt"),
 )  # fmt: skip
-CORES = 2  # of the machine of the points
+CORES = 2  # of the machine of the points, but for those of one core
+ONE_CORE = [(size, "hf", scheme, 1) for size in ("0.3b", "1.1b") for scheme in ("none", "fp8_pc_pt", "nvfp4_wo")]
 LEAST = 0.1  # seconds that are added to those of a point before errors are divided by them
 HEAD = """# What conversions take on one core of machine B (docs/pages/performance.md), from the page cache.
 # Seconds of the processor `once` and for each written `tensor`; nanoseconds for each value, by operation.
@@ -61,27 +63,28 @@ RATES = """targets = ["gguf", "hf", "megatron", "torchtitan", "trtllm"]
 disk = 0.5e9
 remote = 0.67e9"""
 STAGES = ("start", "write", "verify")
-CALIBRATED = ("fp8", "nvfp4_four_over_six", "w4a8_nvfp4_fp8")
+CALIBRATED = ("int4_awq", "fp8", "nvfp4_four_over_six", "w4a8_nvfp4_fp8")
 
 
-def cases() -> list[tuple[str, str, str]]:
-    """Size, target, scheme: what is measured."""
+def cases() -> list[tuple[str, str, str, int]]:
+    """Size, target, scheme, cores: what is measured."""
     of = [(size, "hf", scheme) for size in ("tiny", *SHAPES) for scheme in STREAMED]
     rows = ("q4_k", "q5_k", "q6_k")  # of 256 values, which those of the tiny Llama have not
     others = [(size, *other) for size in ("tiny", "0.1b", "0.3b") for other in OTHERS]
-    return of + [(size, *other) for size, *other in others if not (size == "tiny" and other[1] in rows)]
+    every = of + [(size, *other) for size, *other in others if not (size == "tiny" and other[1] in rows)]
+    return [(*case, CORES) for case in every] + ONE_CORE
 
 
 def measure(work: Path, rounds: int, only: list[str]) -> None:
     """Run each case `rounds` times, in turn; keep the least processor time and wall time of each stage."""
     points = json.loads(POINTS.read_text()) if POINTS.exists() else []
-    chosen = [case for case in cases() if not only or {*case} & {*only}]
+    chosen = [case for case in cases() if not only or {*map(str, case)} & {*only}]
     for _ in range(rounds):
-        for size, target, scheme in chosen:
+        for size, target, scheme, count in chosen:
             model = TINY if size == "tiny" else work / f"llama-{size}"
             if not model.exists():
                 make_checkpoint(model, SHAPES[size], 2 if size == "1.1b" else 1)
-            point = one_run(model, size, target, scheme, work)
+            point = one_run(model, size, target, scheme, count, work)
             print(json.dumps(point), flush=True)
             points = _with(points, point)
             POINTS.write_text("[\n" + ",\n".join(f"  {json.dumps(one)}" for one in points) + "\n]\n")
@@ -89,7 +92,7 @@ def measure(work: Path, rounds: int, only: list[str]) -> None:
 
 def _with(points: list[dict[str, Any]], point: dict[str, Any]) -> list[dict[str, Any]]:
     def name(one: dict[str, Any]) -> list[Any]:
-        return [one[key] for key in ("size", "target", "scheme")]
+        return [one.get(key, CORES) for key in ("size", "target", "scheme", "cores")]
 
     old = next((one for one in points if name(one) == name(point)), None)
     if old and old["work"] == point["work"]:
@@ -100,8 +103,8 @@ def _with(points: list[dict[str, Any]], point: dict[str, Any]) -> list[dict[str,
     return [one for one in points if one is not old] + [point]
 
 
-def one_run(model: Path, size: str, target: str, scheme: str, work: Path) -> dict[str, Any]:
-    """Convert and verify in a process of its own; seconds of the processor and of the wall of each stage."""
+def one_run(model: Path, size: str, target: str, scheme: str, count: int, work: Path) -> dict[str, Any]:
+    """Convert and verify in a process of its own on some cores; seconds of the processor and the wall of each stage."""
     import bridge
     from bridge.planning.work import work_of
 
@@ -116,7 +119,8 @@ def one_run(model: Path, size: str, target: str, scheme: str, work: Path) -> dic
     stages = work / "stages.json"
     words = ["convert", str(model), "--target", target, "--out", str(out), "--quiet", *_words(scheme, calib)]
     load, begin = os.getloadavg()[0], time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.speed_one", str(stages), *words])
+    command = ["taskset", "-c", f"0-{count - 1}", sys.executable, "-m", "benchmarks.speed_one", str(stages), *words]
+    process = subprocess.Popen(command)
     _, status, usage = os.wait4(process.pid, 0)
     wall = time.perf_counter() - begin
     process.returncode = status
@@ -128,7 +132,7 @@ def one_run(model: Path, size: str, target: str, scheme: str, work: Path) -> dic
         rest = [total - spent for total, spent in zip(rest, seconds[stage], strict=True)]
     seconds[STAGES[0]] = rest
     return {
-        "size": size, "target": target, "scheme": scheme, "load": round(load, 1),
+        "size": size, "target": target, "scheme": scheme, "cores": count, "load": round(load, 1),
         **{stage: [round(value, 3) for value in seconds[stage]] for stage in STAGES}, "work": asdict(work_of(plan)),
     }  # fmt: skip
 
@@ -176,7 +180,8 @@ def left_out(points: Sequence[Point]) -> list[tuple[Point, float, float]]:
         work = Work(**point["work"])
         if not {*work.values} <= {name for other in others for name in other["work"]["values"]}:
             continue  # no other point has measured what it does
-        found.append((point, wall(point), predicted({stage: fit(others, stage) for stage in STAGES}, work)))
+        fits = {stage: fit(others, stage) for stage in STAGES}
+        found.append((point, wall(point), predicted(fits, work, point.get("cores", CORES))))
     return found
 
 
@@ -185,9 +190,9 @@ def wall(point: Point) -> float:
     return sum(point[stage][1] for stage in STAGES)
 
 
-def predicted(fits: Mapping[str, dict[str, float]], work: Work) -> float:
-    """The seconds that some work takes on the machine of the points, by fits of the stages."""
-    waits = [stage_waits(stage, fits[stage], work, Machine(CORES), fits=True) for stage in STAGES[1:]]
+def predicted(fits: Mapping[str, dict[str, float]], work: Work, count: int = CORES) -> float:
+    """The seconds that some work takes on so many cores of the machine of the points, by fits of the stages."""
+    waits = [stage_waits(stage, fits[stage], work, Machine(count), fits=True) for stage in STAGES[1:]]
     return spent(fits[STAGES[0]], work) + sum(max(seconds.values()) for seconds in waits)
 
 
@@ -218,7 +223,7 @@ def main() -> None:
         measure(args.work, args.rounds, args.only)
     points = json.loads(POINTS.read_text())
     for point, real, seconds in left_out(points):
-        name = f"{point['size']:10} {point['target']:5} {point['scheme']:20}"
+        name = f"{point['size']:10} {point['target']:10} {point['scheme']:20} {point.get('cores', CORES)} cores"
         print(f"{name} {real:6.2f} s, left out {seconds:6.2f} s ({seconds / real - 1:+.0%})")
     (ROOT / "mappings/speed.toml").write_text(
         table(points, min(probe() for _ in range(20)) if args.measure else read_speeds().probe)

@@ -40,10 +40,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Estimate:
-    """How long a conversion takes: seconds of each stage, and of what it waits for most.
+    """How long a conversion takes: seconds of each stage, and of each resource, which threads use at the same time.
 
-    `error`: the share that the time may be wrong by where the processor bounds it. `rate`: bytes a second that are
-    assumed of what bounds it, else 0. `without`: what the plan does not tell and comes on top.
+    `bound`: what most of the time is spent on: start-up, the processor, reading the source, or the disk. `error`: the
+    share that the time may be wrong by where the processor bounds it. `rate`: bytes a second that are assumed of what
+    bounds it, else 0. `without`: what the plan does not tell and comes on top.
 
     >>> import bridge
     >>> plan = bridge.plan("examples/models/tiny-llama", target="hf", quant="int8_wo")
@@ -53,6 +54,7 @@ class Estimate:
 
     stages: dict[str, float]
     waits: dict[str, float]
+    bound: str
     error: float
     rate: float = 0.0
     without: tuple[str, ...] = ()
@@ -60,11 +62,6 @@ class Estimate:
     @property
     def seconds(self) -> float:
         return sum(self.stages.values())
-
-    @property
-    def bound(self) -> str:
-        """What most of the time is spent on: start-up, the processor, reading the source, or the disk."""
-        return max(self.waits, key=lambda name: self.waits[name])
 
     def __str__(self) -> str:
         assumed = f" at {size(round(self.rate))}/s, which is assumed" if self.rate else ""
@@ -125,16 +122,19 @@ def estimate(plan: Plan, model: Any = None, *, verify: bool = True, machine: Mac
     machine = machine or machine_here(model, speeds)
     start = spent(speeds.start, work) / machine.speed
     stages, waits = {"start": start}, {START: start, PROCESSOR: 0.0, SOURCE: 0.0, DISK: 0.0}
+    limits = dict(waits)
     fits = work.read + work.written < machine.cache
     for stage, table in {"write": speeds.write, **({"verify": speeds.verify} if verify else {})}.items():
         seconds = stage_waits(stage, table, work, machine, fits)
-        stages[stage] = max(seconds.values())
+        limit = max(seconds, key=lambda name: seconds[name])
+        stages[stage] = seconds[limit]
+        limits[limit] += seconds[limit]
         waits = {name: waits[name] + seconds.get(name, 0.0) for name in waits}
     without = ["the calibration"] if plan.calibration else []
     without += [] if plan.target in speeds.targets else [f"the graph or other files of {plan.target}"]
-    estimated = Estimate(stages, waits, speeds.error, without=tuple(without))
+    bound = max(limits, key=lambda name: limits[name])
     rates = {SOURCE: machine.source, DISK: machine.disk} if assumes else {}
-    return replace(estimated, rate=rates.get(estimated.bound, 0.0))
+    return Estimate(stages, waits, bound, speeds.error, rates.get(bound, 0.0), tuple(without))
 
 
 def stage_waits(stage: str, table: dict[str, float], work: Work, machine: Machine, fits: bool) -> dict[str, float]:

@@ -13,6 +13,7 @@ from bridge.planning.plan import Layout, Plan, Step
 from bridge.quant.describe import numeric_words
 
 COPY, CAST = "copy", "cast"  # operations of tensors that are not quantized: as they are, or to another dtype
+SMOOTHED = "smoothed"  # multiplied by a pre-scale before it is coded
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Work:
     """What a conversion does.
 
     `read`: bytes of the source, each counted once. `written`: bytes of tensors. `tensors`: how many are written.
-    `values`: of each operation, by its name: the format of the codes, `copy` or `cast`.
+    `values`: of each operation, by its name: the format of the codes, `smoothed`, `copy` or `cast`.
     """
 
     read: int
@@ -46,13 +47,13 @@ def work_of(plan: Plan) -> Work:
 
 
 def operations(plan: Plan, step: Step) -> tuple[str, ...]:
-    """The operations that every value of a step goes through: one, or one for each numeric of its format."""
+    """The operations that every value of a step goes through: one, or those of its format."""
     if step.layout is Layout.SCALES or not step.source:
         return ()
     if step.format is None or plan.copies(step):
         same = plan.sources[step.source].dtype == step.outputs[0].spec.dtype
         return (COPY if same or step.format else CAST,)
-    return tuple(map(operation_of, step.format.weight))
+    return (*([SMOOTHED] if step.format.prescales else []), *map(operation_of, step.format.weight))
 
 
 def operation_of(numeric: Numeric) -> str:
