@@ -25,7 +25,9 @@ ENCODERS: dict[str, Fields] = {
     "BertModel": _BERT,
     "BigBirdForMaskedLM": _BERT | {"attention_type": "original_full"},
     "CamembertForSequenceClassification": _ROBERTA,
-    "CanineForSequenceClassification": _BERT | {"num_hash_functions": 4, "num_hash_buckets": 64},
+    "CanineForSequenceClassification": _BERT | {
+        "num_hash_functions": 4, "num_hash_buckets": 64, "local_transformer_stride": 16,
+    },
     "ConvBertForMaskedLM": _BERT | {"embedding_size": 128},
     "Data2VecTextForMaskedLM": _ROBERTA,
     "DebertaForSequenceClassification": _BERT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},

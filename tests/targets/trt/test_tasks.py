@@ -168,8 +168,7 @@ def test_models_of_several_towers_are_refused_with_what_graphs_exist_for() -> No
         ("InstructBlipForConditionalGeneration", {"text_config": {"model_type": "t5"}}, "OPT or Vicuna"),
         ("Ovis2ForConditionalGeneration", {"tokenize_function": "gumbel_argmax"}, "draws random numbers"),
         ("ViltForQuestionAnswering", {"max_image_length": 7}, "set that to -1"),
-        ("CanineForSequenceClassification", {}, "the number of blocks of characters would be that of one text"),
-        ("FunnelForMaskedLM", {}, "tokens that are left after each block"),
+        ("FunnelForMaskedLM", {}, "Python lists of one text's length"),
     ],
 )
 def test_a_checkpoint_whose_config_has_no_graph_is_refused_before_work(family: str, changes: Any, says: str) -> None:

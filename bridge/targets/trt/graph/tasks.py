@@ -133,15 +133,11 @@ _WITHOUT = {
 }
 
 
-# Model types whose code reads a number of tokens as a Python number.
-_COUNTED = {"canine": "blocks of characters", "funnel": "tokens that are left after each block"}
-
-
 def why_without(config: Mapping[str, Any]) -> str:
     """Why a checkpoint with this config.json has no graphs, though others of its class have; "" if it has."""
     kind = config.get("model_type")
-    if kind in _COUNTED:
-        return f"the number of {_COUNTED[kind]} would be that of one text, for texts of every length; use target hf"
+    if kind == "funnel":
+        return "its positions are Python lists of one text's length, and it pools no text of two tokens; use target hf"
     if kind in ("blip-2", "instructblip"):
         text = (config.get("text_config") or {}).get("model_type")
         if text in ("t5", "flan-t5"):

@@ -1,4 +1,4 @@
-"""Models whose code counts tokens in Python, against transformers."""
+"""Models whose code counts tokens in Python, against transformers: texts of other lengths than the example's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 import bridge
 from bridge.targets.trt.encoder_decoder import EncoderDecoder
+from bridge.targets.trt.runtime import Runtime
 from tests.sweep.build import build
 
 TOLERANCE = 2e-5  # see test_export.py
@@ -18,6 +19,20 @@ TOLERANCE = 2e-5  # see test_export.py
 def near(ours: np.ndarray, theirs: torch.Tensor) -> bool:
     wanted = theirs.numpy()
     return ours.shape == wanted.shape and bool(np.abs(ours - wanted).max() < TOLERANCE * np.abs(wanted).max())
+
+
+@pytest.mark.slow
+def test_characters_are_read_in_windows_and_blocks_of_any_number(tmp_path: Path) -> None:
+    model = build("CanineForSequenceClassification", torch.float32)  # windows of 16, blocks of 4
+    bridge.convert(model, "trt", None, tmp_path / "out", verify=False, progress=False)
+    runtime = Runtime(tmp_path / "out")
+    for length in (4, 7, 16, 23, 40):
+        ids = torch.randint(5, 300, (3, length), generator=torch.Generator().manual_seed(length))
+        mask = (torch.arange(length) < torch.tensor([length, length, length // 2])[:, None]).long()
+        with torch.no_grad():
+            wanted = model(input_ids=ids, attention_mask=mask).logits
+        got = runtime.run({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})["logits"]
+        assert near(got, wanted), length
 
 
 @pytest.mark.slow

@@ -105,11 +105,13 @@ def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: b
     if "token_type_ids" in names and not getattr(model.config, "type_vocab_size", 0):
         names.remove("token_type_ids")
     past, fixed = PAST if task.cached and cache else 0, _fixed(model.config)
+    # CANINE makes a state of some characters, and attends in windows
+    block, window = (getattr(model.config, key, 1) for key in ("downsampling_rate", "local_transformer_stride"))
     if fixed:
         names.remove("attention_mask")
         _drop_mask(model)
     with mode:
-        inputs = {n: _example(n, past, fixed or SEQUENCE) for n in names}
+        inputs = {n: _example(n, past, fixed or SEQUENCE * window) for n in names}
         probe, kept = _probe(model, inputs, task, cache)
         flat = [(f"{i}.{kind}", tensor) for i, layer in enumerate(kept) for kind, tensor in layer]
         shapes = {slot: tuple(map(int, tensor.shape)) for slot, tensor in flat}
@@ -119,7 +121,7 @@ def text_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, *, cache: b
     bound = getattr(model.config, "max_position_embeddings", None) or -1  # XLNet's too: it has no table
     bound = None if past or bound < 0 else bound
     # torch does not trace eager attention's mask for one token as well; the resulting graph holds for one.
-    least = 2 if task.cached and model.config._attn_implementation == "eager" else 1
+    least = 2 if task.cached and model.config._attn_implementation == "eager" else 2 * block if block > 1 else 1
     batch, sequence, cached = Dim("batch"), Dim("sequence", min=least, max=bound), Dim("past")
     # A Dim cannot express past + sequence: the mask's axis is left to torch.
     tokens = {n: Dim.DYNAMIC if past and n == "attention_mask" else sequence for n in names}
