@@ -72,6 +72,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
     "longt5": ("LongT5Config", "LongT5ForConditionalGeneration", {**_T5, "local_radius": 4}),
+    "longt5-global": (
+        "LongT5Config", "LongT5ForConditionalGeneration",
+        {**_T5, "local_radius": 4, "encoder_attention_type": "transient-global", "global_block_size": 3},
+    ),
     "bart": ("BartConfig", "BartForConditionalGeneration", _BART),
     "mbart": ("MBartConfig", "MBartForConditionalGeneration", _BART),
     "marian": ("MarianConfig", "MarianMTModel", _BART),

@@ -194,12 +194,12 @@ class _Run:
         """Put what can be exported in place of modules and methods that cannot."""
         from bridge.targets.trt.graph.experts import unstack_experts
         from bridge.targets.trt.graph.joined import join_linears
-        from bridge.targets.trt.graph.methods import characters, streams, unasked, windows
+        from bridge.targets.trt.graph.methods import characters, global_blocks, streams, unasked, windows
         from bridge.targets.trt.graph.methods.replace import replace_methods
 
         join_linears(model, self.tensors)
         unstack_experts(model, self.stacked)
-        for methods in (characters, streams, unasked, windows):
+        for methods in (characters, global_blocks, streams, unasked, windows):
             replace_methods(model, methods.METHODS)
         meta_device.settle_rope(model)
         meta_device.settle_positions(model)

@@ -110,7 +110,8 @@ def _source(model: Any, task: Task, dtype: torch.dtype, image: Size | None) -> _
     name = model.main_input_name
     if name == "input_ids":
         names = [n for n in task.inputs if n in inspect.signature(model.forward).parameters]
-        inputs = {n: torch.ones(BATCH, SOURCE, dtype=torch.long) for n in names}  # one tensor twice is one input
+        length = SOURCE + 2 * getattr(model.config, "global_block_size", 0)  # LongT5's, some of them
+        inputs = {n: torch.ones(BATCH, length, dtype=torch.long) for n in names}  # one tensor twice is one input
         return _Source(inputs, dict.fromkeys(names, ("batch", STATES)), STATES, _positions(model))
     if name == "flattened_patches":
         width = int(model.config.vision_config.patch_embed_hidden_size) + 2  # each has its row and column before it
@@ -155,8 +156,8 @@ def _encoder_call(model: Any, source: _Source, kept: _Kept, length: str | int) -
     gives: dict[str, Axes] = {"last_hidden_state": ("batch", length, kept.width)}
     gives |= {f"present.{slot}": ("batch", s[1], length, s[3]) for slot, s in _slots("encoder", kept.cross)}
     gives |= {MASK: ("batch", length)} if heard(model) else {}
-    # LongT5 fills up its blocks unless they are full, which would be by none. Its global blocks depend on the length.
-    blocks = getattr(model.config, "encoder_attention_type", "") == "local"
+    # LongT5 fills up its blocks unless they are full, which would be by none, and asks whether there are global ones.
+    blocks = hasattr(model.config, "encoder_attention_type")
     shapes = dynamic_axes(source.axes, source.bounds, STATES if blocks else "")
     return Call(_Encoder(model), (source.inputs,), (shapes,), source.axes, gives)
 
