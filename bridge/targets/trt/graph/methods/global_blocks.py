@@ -1,4 +1,7 @@
-"""Attention of LongT5 to the sums of blocks: torch's one-hot takes the number of classes as a Python number."""
+"""Attention of LongT5 to the sums of blocks.
+
+torch's one-hot takes the number of classes as a Python number.
+"""
 
 from __future__ import annotations
 
