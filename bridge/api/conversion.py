@@ -235,7 +235,7 @@ def _tell_resumed(work: Work, resolved: ResolvedRequest) -> None:
     if work.done or calibrated:
         has = f"{len(work.done):,} of {number(len(resolved.plan.steps), 'tensor')}"
         has = f"a calibration and {has}" if calibrated else has
-        warn(f"continues an unfinished run, which has {has}; --no-resume (resume=False) starts again")
+        warn(f"{work.directory}: continues an unfinished run, which has {has}; --no-resume (resume=False) starts again")
 
 
 def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:

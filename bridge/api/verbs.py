@@ -219,7 +219,8 @@ def verify(
     """Re-read a written model, compare every weight with its source, and run it; returns a new report.
 
     Args:
-        against: the source that it was made from: anything that `convert` takes as `model`.
+        against: the source that it was made from: anything that `convert` takes as `model`. An adapter stands for its
+            base if it is kept beside `out`.
         data: held-out text or batches; None takes those saved with the calibration, else the embedded text.
         base: the model under an adapter, as `convert` takes it.
 
@@ -231,11 +232,13 @@ def verify(
     True
     """
     from bridge.reporting.make import make_report
+    from bridge.sources.adapted.opening import mode_of
     from bridge.sources.pruned.opening import pruned_again
     from bridge.verification.verify import prove
 
     clock, directory = conversion.Clock(), written_at(out)
-    source = pruned_again(open_source(against, tokenizer=tokenizer, base=base), directory)
+    opened = open_source(against, tokenizer=tokenizer, base=base, adapter=mode_of(against, directory))
+    source = pruned_again(opened, directory)
     manifest = load_manifest(directory)
     if dict(source.specs) != manifest.plan.sources:
         raise VerifyError(f"{directory} was not made from {source.where}: their tensors differ in name, shape or dtype")

@@ -17,6 +17,7 @@ from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Plan, Step
 from bridge.planning.ranks import cut_blocks, numbers_of_ranks, uneven
 from bridge.quant.describe import contract_words, numeric_words
+from bridge.tables.architectures.arch import load_arch
 
 # Targets that leave matrices whole: the program that loads them cuts them for its ranks.
 CUT_AT_LOAD = ("hf",)
@@ -251,6 +252,15 @@ def _split(plan: Plan) -> list[str]:
     return [step.site.module for step in steps if step.site]
 
 
+def _unstacked(plan: Plan) -> list[str]:
+    """Modules of experts that are written unquantized, one by one, where models of the class have one tensor."""
+    table = load_arch(plan.architecture)
+    if not table or not table.split or plan.target not in CUT_AT_LOAD:
+        return []
+    sites = (step.site for step in plan.steps if step.site and not step.format)
+    return [site.module for site in sites if site.expert is not None and not site.stacked]
+
+
 def _experts(contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
     """Experts that the source has in one tensor and that are not known to be read as they are written."""
     # written with other options, which may split what is planned in one tensor, and the reverse
@@ -260,6 +270,8 @@ def _experts(contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
         if plan.architecture not in {**known, **any_form}:
             why = f"no run and no source shows that it reads experts of {plan.architecture} {how}"
             yield from ((name, why) for name in experts)
+    why = f"no run and no source shows that it reads unquantized experts of {plan.architecture} as modules of each"
+    yield from ((name, why) for name in _unstacked(plan))
 
 
 def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from bridge.core.errors import SchemeError
-from bridge.core.text import fold_layers, nearest
+from bridge.core.text import fold_layers, nearest, number
 from bridge.core.values import Format, Numeric, Site
 from bridge.quant.schemes.grammar import Gate, Gates, Policies
 from bridge.quant.schemes.layer_ranges import from_start
@@ -141,7 +141,8 @@ class Scheme:
             except SchemeError as error:
                 problems.append(str(error))
         if problems:
-            head = f"{self.origin or self.name}: {len(problems)} rules do not fit the model"
+            does = "does" if len(problems) == 1 else "do"
+            head = f"{self.origin or self.name}: {number(len(problems), 'rule')} that {does} not fit the model"
             raise SchemeError("\n  ".join([head, *fold_layers(dict.fromkeys(problems))]))
         return known
 

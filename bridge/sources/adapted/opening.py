@@ -28,6 +28,15 @@ def recognizes(model: object) -> bool:
     return root is not None and is_adapter(root)
 
 
+def mode_of(model: object, out: Path) -> str | None:
+    """How an adapter became part of an output; None for a model that is no adapter."""
+    if not recognizes(model):
+        return None
+    from bridge.sources.adapted.kept import FOLDER
+
+    return "keep" if (out / FOLDER / CONFIG).is_file() else "merge"
+
+
 def is_adapter(root: Path) -> bool:
     """Whether a directory has an adapter, and no model of its own."""
     if not (root / CONFIG).is_file():

@@ -35,6 +35,7 @@ def test_the_base_is_converted_as_without_an_adapter(tmp_path: Path) -> None:
     bridge.convert(MODEL, "hf", "fp8_pc_pt", tmp_path / "base", verify=False)
     report = bridge.convert(adapter, "hf", "fp8_pc_pt", tmp_path / "kept", adapter="keep")
     assert report.passed
+    assert bridge.verify(tmp_path / "kept", against=adapter).passed
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "kept" / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
     kept = tmp_path / "kept" / "adapter"

@@ -294,3 +294,7 @@ def test_what_is_written_is_a_source_too(model: str, tmp_path: Path) -> None:
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     data = [*tokens(), tokens()[0]]
     assert bridge.convert(first, "hf", "fp8", tmp_path / "fp8", calib=data, **options).passed
+    plain = loadings(bridge.plan(first, "hf", "none"))  # transformers has stacks, and would leave them random
+    assert {one.how for one in plain} == {"no"}
+    assert all("unquantized experts of" in one.where for one in plain if "expert" in one.where)
+    assert {one.how for one in loadings(bridge.plan(source(model), "hf"))} != {"no"}
