@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from bridge.targets.trt.graph.float_graph import from_bytes, to_bytes
 from tests.models.graphs import export_once
 from tests.oracles.diffusers_oracle import HOME, needs_diffusers
 from tests.targets.trt.architectures import DECODERS, bert, llama, vit
+from tests.targets.trt.test_cached_keys import REQUEST, TUNED
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 FRAMEWORKS = ("torch", "transformers", "onnxscript", "sympy.core")
@@ -50,10 +50,6 @@ files = {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest
 print(json.dumps([[name for name in frameworks if name in sys.modules], files]))
 """
 BIASED = llama(num_hidden_layers=3, attention_bias=True)  # which no template has
-REQUEST = GraphRequest(
-    {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 3, "rope_theta": 1e4},
-    "causal-lm", "float32", 21, True, True, ("lm_head.weight", "model.norm.weight"), {},
-)  # fmt: skip
 
 
 Run = tuple[list[str], dict[str, str]]  # frameworks that are loaded at the end, digests of files
@@ -238,28 +234,6 @@ def test_the_progress_says_who_else_makes_the_graph(
     assert texts == ["graph: another thread makes one"]
 
 
-CHANGES: dict[str, Callable[[GraphRequest], GraphRequest]] = {
-    "task": lambda r: replace(r, task="feature-extraction"),
-    "dtype": lambda r: replace(r, dtype="float16"),
-    "opset": lambda r: replace(r, opset=23),
-    "cache": lambda r: replace(r, cache=False),
-    "stamp": lambda r: replace(r, stamp=False),
-    "tensors": lambda r: replace(r, tensors=r.tensors[1:]),
-    "tied": lambda r: replace(r, tied={"lm_head.weight": "model.embed_tokens.weight"}),
-    "config": lambda r: replace(r, config={**r.config, "rope_theta": 1e5}),
-    "a new entry": lambda r: replace(r, config={**r.config, "sliding_window": 7}),
-    "attention": lambda r: replace(r, config={**r.config, "_attn_implementation": "eager"}),
-    "architecture": lambda r: replace(r, config={**r.config, "architectures": ["MistralForCausalLM"]}),
-    "a nested entry": lambda r: replace(r, config={**r.config, "rope_parameters": {"factor": 2.0}}),
-    "whether transformers wrote it": lambda r: replace(r, config={**r.config, "transformers_version": "5.23.0"}),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_each_part_of_a_request_decides_on_its_key(change: str) -> None:
-    assert CHANGES[change](REQUEST).key != REQUEST.key
-
-
 @pytest.mark.parametrize("name", [*cached.PACKAGES, *made_by.OPTIONAL])
 def test_the_version_of_each_package_that_makes_a_graph_decides_on_its_key(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -306,25 +280,18 @@ def test_an_editable_package_keeps_nothing(folder: Path, exports: list[str], mon
     assert not folder.exists()
 
 
-ORIGIN = {
-    "_name_or_path": "a", "transformers_version": "4.1", "torch_dtype": "float16", "dtype": "bfloat16",
-    "tokenizer_class": "LlamaTokenizer", "unsloth_version": "2026.1", "unsloth_fixed": True,
-    "_attn_implementation_autoset": True, "transformers.js_config": {"dtype": "q4"},
-}  # fmt: skip
-
-
-def test_where_a_config_came_from_changes_no_key() -> None:
-    assert ORIGIN.keys() == made_by.OF_SAVING | {"transformers_version"}
-    wrote = {"transformers_version": "4.0"}
-    configs = [{**REQUEST.config, **wrote}, {**REQUEST.config, **ORIGIN}]
-    assert len({replace(REQUEST, config=config).key for config in configs}) == 1
-
-
-@pytest.mark.product
-def test_where_a_config_came_from_changes_no_graph() -> None:
-    fields = json.loads(llama(num_hidden_layers=3).to_json_string(use_diff=False))
-    graphs = [to_bytes(export_once(config), {}) for config in (llama(num_hidden_layers=3), {**fields, **ORIGIN})]
-    assert graphs[0] == graphs[1]
+def test_fine_tunes_share_a_graph_and_have_their_own_tokens(folder: Path, exports: list[str]) -> None:
+    assert TUNED.keys() == {*cached.TRAINING, *cached.DECODING}
+    first = request_of(BIASED)
+    float_graph(first, lambda _: None)
+    tuned = replace(first, config={**first.config, **TUNED})
+    graph, _ = float_graph(tuned, lambda _: None)
+    assert len(exports) == 1
+    assert (graph.text["bos_token_id"], graph.text["eos_token_id"]) == (4, [5, 6])
+    for other in (replace(tuned, task="text-classification"), replace(tuned, config={**TUNED, "pad_token_id": 3})):
+        assert other.key != tuned.key
+    without = replace(tuned, config={**tuned.config, "eos_token_id": None})
+    assert without.key != tuned.key  # whose tokens transformers fills in
 
 
 def test_a_damaged_entry_is_made_anew(folder: Path, exports: list[str]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,9 @@ from bridge.targets.trt.graph.templates.find import find_template
 
 KIND = "graphs"
 PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "numpy", "ml-dtypes", "sympy")
+# Entries of a config that change no operator: training, and, of a decoder alone, whether it caches and its tokens.
+TRAINING = ("attention_dropout", "gradient_checkpointing", "hidden_dropout", "initializer_range")
+DECODING = ("bos_token_id", "eos_token_id", "use_cache")
 # One thread of a process makes a graph at a time: lazy modules would load twice, and collection is turned off for all.
 _MAKING = threading.Lock()
 
@@ -58,7 +61,19 @@ class GraphRequest:
         """The digest of everything that decides the graph's bytes."""
         options = [self.task, self.dtype, self.opset, self.cache, self.stamp]
         options += [self.part, self.image, self.pooling, self.stacked]
-        return cache.digest_of([made_by(self.packages), deciding(self.config), options, self.tensors, dict(self.tied)])
+        config = {name: value for name, value in deciding(self.config).items() if name not in TRAINING}
+        config |= {name: config.get(name) is not None for name in self._own_entries}
+        return cache.digest_of([made_by(self.packages), config, options, self.tensors, dict(self.tied)])
+
+    @property
+    def _own_entries(self) -> tuple[str, ...]:
+        """Entries that are the model's own where a graph of another one is read."""
+        return DECODING if self.task == "causal-lm" and not self.part else ()
+
+    def own(self, graph: Graph) -> Graph:
+        """The graph of a model that differs in those entries, with this model's tokens."""
+        tokens = {name: self.config[name] for name in self._own_entries if name in graph.text and name in self.config}
+        return replace(graph, text={**graph.text, **tokens})
 
     @property
     def what(self) -> str:
@@ -97,10 +112,10 @@ def float_graph(request: GraphRequest, progress: Callable[[str], None]) -> tuple
     def waiting() -> None:
         progress("graph: another process makes it")
 
-    result = cache.made_once(KIND, request.key, make, from_bytes, waiting)
+    graph, names = cache.made_once(KIND, request.key, make, from_bytes, waiting)
     if not making:
         progress("graph: kept")
-    return result
+    return request.own(graph), names
 
 
 def is_kept(request: GraphRequest) -> bool:
