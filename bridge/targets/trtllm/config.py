@@ -82,16 +82,20 @@ def _kind(config: Mapping[str, Any], matched: Matched, dialect: Dialect, tp: int
         "rmsnorm": "final.norm.bias" not in roles,
         "lm_head_bias": False,
     }
-    return fields | ({} if learned else _rotary(config)) | _multipliers(config, int(str(matched.names["head_dim"])))
+    return fields | ({} if learned else _rotary(config)) | _multipliers(config, matched)
 
 
-def _multipliers(config: Mapping[str, Any], head_dim: int) -> dict[str, float]:
-    """Granite's, as LLaMAConfig has them: attention's multiplies what it divides by the root of a head's width."""
-    if config.get("attention_multiplier") is None:
+def _multipliers(config: Mapping[str, Any], matched: Matched) -> dict[str, float]:
+    """Granite's, with transformers' defaults, as LLaMAConfig has them: attention's is times the root of a head's width.
+
+    Attention divides by that root. TensorRT-LLM's own converter leaves it out where the multiplier is 1.
+    """
+    if not matched.architecture.startswith("Granite"):
         return {}
     return {
         "embedding_multiplier": config.get("embedding_multiplier", 1.0),
-        "attention_multiplier": config["attention_multiplier"] * math.sqrt(head_dim),
+        "attention_multiplier": config.get("attention_multiplier", 1.0)
+        * math.sqrt(int(str(matched.names["head_dim"]))),
         "residual_multiplier": config.get("residual_multiplier", 1.0),
         "output_multiplier_scale": 1.0 / config.get("logits_scaling", 1.0),
     }

@@ -32,7 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1ForCausalLM": _FOUR | {"moe_topk": [2, 3, 2, 3]},
     "Llama4ForCausalLM": _FOUR | {"moe_layers": [1, 3], "no_rope_layers": [1, 0, 1, 1], "attention_bias": True},
     "LlamaForCausalLM": _FOUR | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    "MiniMaxM2ForCausalLM": _FOUR,
+    "MiniMaxM2ForCausalLM": _FOUR | {"attn_type_list": [1] * 4},
     "MistralForCausalLM": _FOUR,
     "MixtralForCausalLM": _FOUR,
     "NemotronForCausalLM": _FOUR,

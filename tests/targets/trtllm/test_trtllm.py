@@ -284,6 +284,14 @@ def test_granite_is_a_mixtral_with_multipliers(tp: int, tmp_path: Path) -> None:
     assert told["output_multiplier_scale"] == 1 / 6
 
 
+def test_granite_without_a_multiplier_has_that_of_transformers(tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 8, "head_dim": 32, "num_hidden_layers": 1, "embedding_multiplier": 12.0}
+    granite = made(MIXTRAL | sizes | {"architectures": ["GraniteMoeForCausalLM"]})
+    bridge.convert(granite, "trtllm", None, tmp_path / "out")
+    told = json.loads((tmp_path / "out/config.json").read_text())
+    assert (told["embedding_multiplier"], told["attention_multiplier"]) == (12.0, 32**0.5)
+
+
 def test_stacked_experts_are_refused_where_they_are_quantized() -> None:
     config = MIXTRAL | {"architectures": ["GraniteMoeForCausalLM"], "num_attention_heads": 8, "head_dim": 32}
     with pytest.raises(SchemeError, match="holds all experts of a layer in one tensor, which is not written quantized"):

@@ -115,6 +115,8 @@ def float_graph(request: GraphRequest, progress: Callable[[str], None]) -> tuple
     graph, names = cache.made_once(KIND, request.key, make, from_bytes, waiting)
     if not making:
         progress("graph: kept")
+    if template:
+        template.settle(graph)
     return request.own(graph), names
 
 
