@@ -67,6 +67,10 @@ def test_every_output_equals_transformers_in_batches_of_any_size(name: str, tmp_
             real = there > LEAST
             assert ((array > LEAST) == real).all()
             assert np.abs(array - there)[real].max() < TOLERANCE * np.abs(there[real]).max(), (output, rows)
+    if name == "owlv2":  # 8 texts of 3 images: transformers raises, and so does the graph
+        fed = arrays(given)
+        with pytest.raises(BridgeError, match="invalid index"):
+            runtime.run({key: one[:8] if key in ("input_ids", "attention_mask") else one for key, one in fed.items()})
 
 
 @once

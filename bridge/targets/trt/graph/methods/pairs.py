@@ -14,11 +14,11 @@ from bridge.targets.trt.graph.methods.replace import Methods
 
 
 def _detect(self: Any, input_ids: Any, pixel_values: Any, attention_mask: Any = None, **_: Any) -> dict[str, Any]:
-    """Each image is asked for as many texts; those of the first come first."""
+    """Each image is asked for as many texts; those of the first come first. A remainder puts them out of bounds."""
     texts, features, _outputs = self.image_text_embedder(input_ids, pixel_values, attention_mask)
-    images = pixel_values.shape[0]
-    queries = input_ids.shape[0] // images
-    own = torch.arange(images)[:, None] * queries + torch.arange(queries)
+    images, rows = pixel_values.shape[0], input_ids.shape[0]
+    queries = rows // images
+    own = torch.arange(images)[:, None] * queries + torch.arange(queries) + (rows - images * queries) * rows
     patches = features.flatten(1, 2)
     logits, _embeds = self.class_predictor(patches, texts[own], input_ids[:, 0][own] > 0)
     found = {"logits": logits, "pred_boxes": self.box_predictor(patches, features)}
