@@ -160,7 +160,7 @@ def test_the_command_runs_a_chain(tmp_path: Path) -> None:
     assert "give the text that" in run("run", LLAMA).stderr
 
 
-@pytest.mark.slow
+@pytest.mark.product  # a minute and a half; each step has tests of its own
 def test_the_example_makes_a_smaller_model(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "examples/shrink.py", "--quick", "--out", str(tmp_path / "shrunk")],
