@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests import once
+from tests import closure, once, seconds
 
 # One worker a core: torch's threads would only wait for each other. torch reads this when it is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -95,9 +95,16 @@ def _group(nodeid: str) -> str:
     return next((group for group, files in GROUPS.items() if file in files), file)
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds", action="store_true", help="measure processor seconds, and fail above the budget")
+    parser.addoption("--changed", action="store_true", help="only test files that the changes since HEAD can reach")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Nearly all that tests make is freed without a search for garbage; one each 700 objects took a third of some."""
     gc.set_threshold(50_000, 20, 50)
+    seconds.register(config)
+    closure.register(config)
 
 
 @pytest.hookimpl(wrapper=True)
