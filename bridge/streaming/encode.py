@@ -12,8 +12,8 @@ from functools import partial
 
 import numpy as np
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import to_float32
-from bridge.core.pages import Buffers
 from bridge.core.values import TensorSpec
 from bridge.planning.plan import Layout, Output, Step
 from bridge.quant.codec.arrays import Array

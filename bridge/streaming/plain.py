@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES, FLOATS, from_float32, to_float32
 from bridge.core.errors import SourceError
-from bridge.core.pages import Buffers
 from bridge.core.values import TensorSpec
 from bridge.planning.plan import Step
 from bridge.quant.codec.arrays import Array, amax_of, cast

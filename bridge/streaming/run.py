@@ -16,10 +16,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.errors import SourceError, WriteError
 from bridge.core.machine import cores
 from bridge.core.output.journal import check_joined
-from bridge.core.pages import Buffers
 from bridge.core.progress import BYTES
 from bridge.core.remote.readers import readers
 from bridge.core.values import TensorSpec
