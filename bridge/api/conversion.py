@@ -28,11 +28,11 @@ from bridge.calibration.amount import sampling_for
 from bridge.calibration.compute import source_for
 from bridge.calibration.data import Data
 from bridge.calibration.walk.workers.processes import Workers, share_of
+from bridge.core.addresses import is_remote
 from bridge.core.errors import CalibrationError, UsageError, warn
 from bridge.core.output.directory import Work, check_disk, output_directory
 from bridge.core.output.names import CALIBRATING, CALIBRATION, RECIPE
 from bridge.core.output.replace import check_free, recover, work_directory
-from bridge.core.places import is_remote
 from bridge.core.progress import Progress, no_progress
 from bridge.core.text import not_finite, number
 from bridge.core.values import Structure

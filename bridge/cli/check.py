@@ -10,10 +10,10 @@ import bridge
 from bridge.cli.arguments import Debug, Json, print_json
 from bridge.cli.terminal import FAILED, Exit, session
 from bridge.cli.verb import Argument, verb
+from bridge.core.addresses import check_length, is_remote, shown
 from bridge.core.errors import BridgeError, SourceError, TableError, UsageError
 from bridge.core.mappings import TableFile, parse_table
 from bridge.core.output.names import MANIFEST
-from bridge.core.places import check_length, is_remote, shown
 from bridge.core.text import fold_layers, number
 from bridge.quant.schemes.load import load_scheme
 from bridge.sources.configs.families import check_family

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bridge.core.added import added
+from bridge.core.entry_points import registered
 from bridge.core.errors import TableError
 from bridge.core.parsing.limited import parse_toml
 from bridge.core.text import nearest
@@ -64,7 +64,7 @@ def added_files(kind: str) -> Iterator[Path]:
 def _added() -> tuple[Path, ...]:
     """Return the directories of third parties."""
     directories: list[Path] = []
-    for point in added("bridge.mappings"):
+    for point in registered("bridge.mappings"):
         where = f"entry point {point.name} = {point.value!r} of bridge.mappings"
         try:
             spec = find_spec(point.value)

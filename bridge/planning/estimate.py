@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bridge.core.addresses import is_remote
 from bridge.core.errors import TableError, UsageError
 from bridge.core.machine import available_memory, cached_share, cores
 from bridge.core.mappings import mappings, read_table
-from bridge.core.places import is_remote
 from bridge.core.text import duration, size
 from bridge.planning.plan import Plan
 from bridge.planning.work import Work, work_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from bridge.core.output import cache
-from bridge.core.output.made_by import deciding, made_by
+from bridge.core.output.provenance import provenance, without_origin
 from bridge.core.parsing.typed_json import typed
 from bridge.core.values import Structure, plain
 from bridge.sources.configs.diffusion import is_diffusion
@@ -42,7 +42,7 @@ def store(source: Source, structure: Structure) -> None:
 def _key(source: Source) -> str:
     """The digest of everything that decides the structure of a source."""
     specs = [(spec.name, spec.shape, spec.dtype) for spec in source.specs.values()]
-    return cache.digest_of([made_by(_packages(source)), deciding(source.config), specs])
+    return cache.digest_of([provenance(_packages(source)), without_origin(source.config), specs])
 
 
 def _may_be_kept(source: Source) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any, cast
 
-from bridge.core.added import added
+from bridge.core.addresses import check_length, check_local, is_remote
+from bridge.core.entry_points import registered
 from bridge.core.errors import SourceError, UsageError
 from bridge.core.machine import without_collection
-from bridge.core.places import check_here, check_length, is_remote
 from bridge.sources.adapted.opening import open_with
 from bridge.sources.configs.diffusion import is_diffusion_model
 from bridge.sources.source import Source, SourceKind
@@ -43,8 +43,8 @@ def open_source(
     if isinstance(model, str) and not model.strip():
         raise UsageError("model is an empty string; give a directory or a hub id")
     check_length(model)
-    check_here(config=config, tokenizer=tokenizer)
-    for entry in added("bridge.sources"):
+    check_local(config=config, tokenizer=tokenizer)
+    for entry in registered("bridge.sources"):
         kind = cast(SourceKind, entry.load())  # these come first and can so replace a built-in one
         if kind.recognizes(model):
             return kind.open_model(model, config, tokenizer)

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import to_float32
 from bridge.core.errors import SourceError
-from bridge.core.pages import Buffers
 from bridge.core.values import Encoding, Numeric, Site, Slice, TensorSpec
 from bridge.planning.memory import extent
 from bridge.planning.plan import Output, Step

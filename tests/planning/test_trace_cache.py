@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bridge
-from bridge.core.output import made_by
+from bridge.core.output import provenance
 from bridge.planning.trace import trace_structure
 from bridge.planning.trace_cache import load, store
 from bridge.sources.live_models import as_installed
@@ -99,7 +99,7 @@ def test_other_packages_and_other_code_are_traced_anew(
     assert load(source) is not None
     for name, value in {"code": lambda: "9", "installed": lambda _: "9"}.items():
         with monkeypatch.context() as other:
-            other.setattr(made_by, name, value)
+            other.setattr(provenance, name, value)
             assert load(source) is None, name
 
 

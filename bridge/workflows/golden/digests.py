@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import GoldenError
 from bridge.core.files.handles import opened, read_into
-from bridge.core.pages import Buffers
 from bridge.core.values import TensorSpec
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.decode import as_floats

@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.output.names import CARD, WRITES
-from bridge.core.pages import Buffers
 from bridge.core.progress import BYTES, Progress, no_progress
 from bridge.core.values import TensorSpec
 from bridge.streaming.rows import in_threads

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from bridge.core.addresses import check_length
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import BridgeError, GoldenError
 from bridge.core.formats.safetensors import SafetensorsFile, file_bytes
@@ -29,7 +30,6 @@ from bridge.core.output.directory import output_directory
 from bridge.core.output.names import JOURNAL, MANIFEST
 from bridge.core.parsing.limited import parse_json
 from bridge.core.parsing.typed_json import typed
-from bridge.core.places import check_length
 from bridge.core.values import plain
 from bridge.workflows.golden.digests import positions
 from bridge.workflows.golden.values import (

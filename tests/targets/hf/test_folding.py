@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import bridge  # noqa: E402
+from bridge.core.aligned_buffers import Buffers  # noqa: E402
 from bridge.core.dtypes import to_float32  # noqa: E402
 from bridge.core.errors import BridgeError  # noqa: E402
-from bridge.core.pages import Buffers  # noqa: E402
 from bridge.core.values import Numeric  # noqa: E402
 from bridge.planning.plan import Plan  # noqa: E402
 from bridge.quant.calibration import Calibration, Provenance  # noqa: E402
@@ -25,8 +25,7 @@ from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.quant.schemes.scheme import Scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from bridge.streaming.context import ConversionContext, FileSettings  # noqa: E402
-from bridge.streaming.encode import prepared_weight  # noqa: E402
-from bridge.streaming.plain import write_plain  # noqa: E402
+from bridge.streaming.encode import prepared_weight, write_plain  # noqa: E402
 from bridge.streaming.scales import smoothing_of  # noqa: E402
 from bridge.targets.hf.compressed_tensors import quantization_config  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402

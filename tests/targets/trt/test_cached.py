@@ -16,7 +16,7 @@ import pytest
 
 import bridge
 from bridge.core.errors import ExportError
-from bridge.core.output import cache, made_by
+from bridge.core.output import cache, provenance
 from bridge.sources.live_models import as_installed
 from bridge.targets.trt.graph import cached
 from bridge.targets.trt.graph.cached import GraphRequest, float_graph, is_kept
@@ -234,12 +234,12 @@ def test_the_progress_says_who_else_makes_the_graph(
     assert texts == ["graph: another thread makes one"]
 
 
-@pytest.mark.parametrize("name", [*cached.PACKAGES, *made_by.OPTIONAL])
+@pytest.mark.parametrize("name", [*cached.PACKAGES, *provenance.OPTIONAL])
 def test_the_version_of_each_package_that_makes_a_graph_decides_on_its_key(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, installed = REQUEST.key, made_by.installed
-    monkeypatch.setattr(made_by, "installed", lambda package: "9" if package == name else installed(package))
+    before, installed = REQUEST.key, provenance.installed
+    monkeypatch.setattr(provenance, "installed", lambda package: "9" if package == name else installed(package))
     assert replace(REQUEST).key != before
 
 
@@ -251,7 +251,7 @@ def test_code_machine_and_environment_decide_on_the_key(monkeypatch: pytest.Monk
     others = {"code": lambda: "9", "origin": lambda name: "an address" if name == "torch" else ""}
     for name, value in others.items():
         with monkeypatch.context() as other:
-            other.setattr(made_by, name, value)
+            other.setattr(provenance, name, value)
             keys.add(key())
     with monkeypatch.context() as other:
         other.setattr("platform.machine", lambda: "aarch64")
@@ -268,14 +268,14 @@ def test_code_machine_and_environment_decide_on_the_key(monkeypatch: pytest.Monk
 def test_diffusers_decides_on_the_key_of_its_own_models(monkeypatch: pytest.MonkeyPatch) -> None:
     denoiser = replace(REQUEST, config={"_class_name": "DiTTransformer2DModel"}, task="denoising")
     before = [replace(request).key for request in (REQUEST, denoiser)]
-    installed = made_by.installed
-    monkeypatch.setattr(made_by, "installed", lambda package: "9" if package == "diffusers" else installed(package))
+    installed = provenance.installed
+    monkeypatch.setattr(provenance, "installed", lambda package: "9" if package == "diffusers" else installed(package))
     after = [replace(request).key for request in (REQUEST, denoiser)]
     assert [a == b for a, b in zip(before, after, strict=True)] == [True, False]
 
 
 def test_an_editable_package_keeps_nothing(folder: Path, exports: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(made_by, "origin", lambda name: "editable" if name == "onnxscript" else "")
+    monkeypatch.setattr(provenance, "origin", lambda name: "editable" if name == "onnxscript" else "")
     float_graph(request_of(BIASED), lambda _: None)
     assert not folder.exists()
 

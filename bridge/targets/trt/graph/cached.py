@@ -13,7 +13,7 @@ from typing import Any
 
 from bridge.core.machine import without_collection
 from bridge.core.output import cache
-from bridge.core.output.made_by import deciding, made_by
+from bridge.core.output.provenance import provenance, without_origin
 from bridge.core.version import loads_transformers
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models.as_installed import is_as_installed
@@ -61,9 +61,9 @@ class GraphRequest:
         """The digest of everything that decides the graph's bytes."""
         options = [self.task, self.dtype, self.opset, self.cache, self.stamp]
         options += [self.part, self.image, self.pooling, self.stacked]
-        config = {name: value for name, value in deciding(self.config).items() if name not in TRAINING}
+        config = {name: value for name, value in without_origin(self.config).items() if name not in TRAINING}
         config |= {name: config.get(name) is not None for name in self._own_entries}
-        return cache.digest_of([made_by(self.packages), config, options, self.tensors, dict(self.tied)])
+        return cache.digest_of([provenance(self.packages), config, options, self.tensors, dict(self.tied)])
 
     @property
     def _own_entries(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridge.core.output.made_by import OF_SAVING
+from bridge.core.output.provenance import ORIGIN_FIELDS
 from bridge.sources.configs.rope import FULL, SLIDING, Rope
 from bridge.targets.trt.graph.layers import Layers
 from bridge.targets.trt.graph.templates.rotary import read_rope
@@ -15,7 +15,7 @@ from bridge.targets.trt.graph.templates.rotary import read_rope
 # What older versions of config.json have in place of `rope_parameters` (see `rotary`) and `layer_types`.
 OLDER = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"}
 # No graph depends on these: origins, training, generation.
-WITHOUT_EFFECT = OF_SAVING | {
+WITHOUT_EFFECT = ORIGIN_FIELDS | {
     "architectures", "attention_dropout", "bos_token_id", "cache_implementation", "do_sample", "eos_token_id",
     "gradient_checkpointing", "initializer_range", "max_length", "max_position_embeddings", "max_sequence_length",
     "max_window_layers", "model_type", "pad_token_id", "pretraining_tp", "temperature", "top_k", "top_p",

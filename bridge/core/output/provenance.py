@@ -1,4 +1,4 @@
-"""What decides a kept file beside the model: code, packages, machine, environment."""
+"""Provenance of cached files: code, packages, machine and environment that make them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ OPTIONAL = (
     "accelerate", "causal-conv1d", "flash-attn", "flash-linear-attention", "kernels", "mamba-ssm", "mambapy", "natten",
     "peft", "timm", "torchvision", "xformers", "xlstm",
 )  # fmt: skip
-# Entries of a config that say who saved it, and in which dtype: what is made of it is told its dtype apart.
-OF_SAVING = {
+# Fields of a config that say who saved it, and in which dtype; a cache key has the dtype itself.
+ORIGIN_FIELDS = {
     "_attn_implementation_autoset", "_name_or_path", "dtype", "tokenizer_class", "torch_dtype",
     "transformers.js_config", "unsloth_fixed", "unsloth_version",
 }  # fmt: skip
 
 
-def made_by(packages: Iterable[str]) -> list[object]:
-    """Return what tells the code that makes a file from other code. Nothing of it is imported."""
+def provenance(packages: Iterable[str]) -> list[object]:
+    """Return what a cached file depends on, apart from the model. Imports none of the packages."""
     variables = sorted(
         (name, value)
         for name, value in os.environ.items()
@@ -51,19 +51,19 @@ def made_by(packages: Iterable[str]) -> list[object]:
 
 
 def can_change(packages: Iterable[str]) -> bool:
-    """Whether one of the packages runs from files that are edited: then nothing that it made is kept."""
+    """Whether one of the packages is an editable install, whose results must not be cached."""
     return any(origin(name) == "editable" for name in (*packages, *OPTIONAL))
 
 
-def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without what says who saved it: fine-tunes differ in that alone.
+def without_origin(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without the fields that say who saved it: fine-tunes differ in those alone.
 
     transformers looks whether the version that wrote it is there, not at its value.
     """
     return {
         name: bool(value) if name == "transformers_version" else value
         for name, value in config.items()
-        if name not in OF_SAVING
+        if name not in ORIGIN_FIELDS
     }
 
 
@@ -85,7 +85,7 @@ def digest_of_files(*directories: Path) -> str:
 
 @cache
 def origin(package: str) -> str:
-    """Return what tells an installed package from others of its version.
+    """Return what identifies the code of an installed package, besides its version.
 
     "" if its version does, "editable" if its files may change. Of one that came from an address or a directory: the
     digest of its list of files, which has a digest of each.

@@ -1,4 +1,4 @@
-"""What other packages add, by their entry points."""
+"""Entry points of installed packages, by group."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 
-def added(group: str) -> list[EntryPoint]:
-    """Entry points of one group, by name."""
+def registered(group: str) -> list[EntryPoint]:
+    """Return the entry points of one group, sorted by name."""
     return sorted(_all().select(group=group), key=lambda point: point.name)
 
 

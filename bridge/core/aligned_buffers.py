@@ -1,4 +1,4 @@
-"""Page-aligned arrays for reading files, and reused ones.
+"""Page-aligned arrays and reused buffers for reading files.
 
 Copies out of the page cache are slow if their target is 1 to 63 bytes further into a page than their source: 130 to
 320 us per megabyte instead of 60 (an AMD EPYC, Linux 6.18; `rep movsb` waits for its own stores). NumPy's memory begins
@@ -20,7 +20,7 @@ PAGE = 4096
 MIN_BUFFER = 1 << 20  # bytes: pieces differ in size, and a buffer that grows is allocated again
 
 
-def paged(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """Return an uninitialized C-contiguous array whose address is a multiple of `PAGE`."""
     kind = np.dtype(dtype)
     nbytes = math.prod(shape) * kind.itemsize
@@ -41,7 +41,7 @@ class Buffers:
         need = math.prod(shape) * kind.itemsize
         buffer = self.memory.get(purpose)
         if buffer is None or buffer.size < need:
-            buffer = self.memory[purpose] = paged((max(need, MIN_BUFFER),), np.uint8)
+            buffer = self.memory[purpose] = aligned_empty((max(need, MIN_BUFFER),), np.uint8)
         return buffer[:need].view(kind).reshape(shape)
 
     def piece(self, nbytes: int) -> np.ndarray:

@@ -12,23 +12,23 @@ from bridge.core.errors import UsageError
 
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 WEB = ("http", "https")
-UNTOLD = "..."  # in place of a server that cannot be separated from a password
+HIDDEN = "..."  # stands for a server that cannot be separated from a password
 ALIASES = {"s3a": "s3", "gcs": "gs"}  # of one store
-HERE = ("quant", "calib", "data", "config", "tokenizer")  # arguments that must be local paths
-ELSEWHERE = "only a model and an output may be at an address; download it, and give its path"
+LOCAL_ARGUMENTS = ("quant", "calib", "data", "config", "tokenizer")  # arguments that must be local paths
+LOCAL_ONLY = "only a model and an output may be at an address; download it, and give its path"
 
 SHOWN = 60  # characters of a refused path in a message
 
 
-def check_length(place: object) -> None:
-    """UsageError if `place` is longer than a path of the system may be."""
-    if not isinstance(place, str | Path) or is_remote(place):
+def check_length(value: object) -> None:
+    """UsageError if `value` is longer than a path of the system may be."""
+    if not isinstance(value, str | Path) or is_remote(value):
         return
     try:
-        os.lstat(place)
+        os.lstat(value)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            text = str(place)
+            text = str(value)
             raise UsageError(
                 f"{text[:SHOWN]}...: {len(text):,} characters are too long for a path here, or for a name in one; most "
                 "systems take 4,095 bytes and 255. Give a shorter one"
@@ -37,9 +37,9 @@ def check_length(place: object) -> None:
         return
 
 
-def is_remote(place: object) -> bool:
+def is_remote(value: object) -> bool:
     """Whether a user's text is an address, not a path or a hub id."""
-    return isinstance(place, str) and SCHEME.match(place) is not None
+    return isinstance(value, str) and SCHEME.match(value) is not None
 
 
 def scheme_of(url: str) -> str:
@@ -58,7 +58,7 @@ def shown(url: str) -> str:
         server, slash, path = rest.partition("/")
         server = server.rpartition("@")[2]
         if scheme in WEB and not re.fullmatch(r"[^:]*(:\d*)?|\[.*", server):
-            return f"{scheme}://{UNTOLD}"  # for example a password with a slash
+            return f"{scheme}://{HIDDEN}"  # for example a password with a slash
         rest = f"{server}{slash}{path}"
     return f"{scheme}://{rest.rstrip('/')}"
 
@@ -81,19 +81,19 @@ def server_of(url: str) -> str:
     ('', '')
     """
     store, server = store_of(url), shown(url).partition("://")[2].partition("/")[0]
-    if not is_remote(url) or server in ("", UNTOLD):
+    if not is_remote(url) or server in ("", HIDDEN):
         return ""
     if store == "hf":  # one server has all models
         return "hf://"
     return f"{store}://{server.lower() if store in WEB else server}"
 
 
-def check_here(**places: object) -> None:
-    """UsageError if an argument of `HERE` is an address; the message names the argument."""
-    for word, place in places.items():
-        assert word in HERE, f"{word} is not an argument for a local path"
-        if is_remote(place):
-            raise UsageError(f"{word}={shown(str(place))}: {ELSEWHERE}")
+def check_local(**values: object) -> None:
+    """UsageError if an argument of `LOCAL_ARGUMENTS` is an address; the message names the argument."""
+    for word, value in values.items():
+        assert word in LOCAL_ARGUMENTS, f"{word} is not an argument for a local path"
+        if is_remote(value):
+            raise UsageError(f"{word}={shown(str(value))}: {LOCAL_ONLY}")
 
 
 def checked(url: str) -> str:

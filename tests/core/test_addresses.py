@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 import bridge
 from bridge.cli.main import app
+from bridge.core.addresses import check_length
 from bridge.core.errors import UsageError
-from bridge.core.places import check_length
 
 TINY = "examples/models/tiny-llama"
 FP8 = [TINY, "--target", "hf", "--quant", "fp8"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import bridge
-from bridge.core import added
+from bridge.core import entry_points
 from bridge.core import mappings as files
 from bridge.core.errors import TableError, UsageError
 from bridge.core.mappings import mappings
@@ -46,10 +46,10 @@ class Site:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.syspath_prepend(tmp_path)
     files._added.cache_clear()
-    added._all.cache_clear()
+    entry_points._all.cache_clear()
     yield Site(tmp_path)
     files._added.cache_clear()
-    added._all.cache_clear()
+    entry_points._all.cache_clear()
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_two_files_of_one_name_are_an_error_wherever_they_lie(site: Site) -> Non
     site.add("others", {"schemes/one.toml": FP8})
     site.add("third", {"schemes/one.toml": FP8})
     files._added.cache_clear()
-    added._all.cache_clear()
+    entry_points._all.cache_clear()
     with pytest.raises(TableError, match=r"third/schemes/one.toml: schemes 'one' is .*others/schemes/one.toml already"):
         load_scheme("one")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.core.output import made_by
+from bridge.core.output import provenance
 
 
 @pytest.fixture
@@ -24,13 +24,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def origin(package: Path, **address: object) -> str:
     (package / "direct_url.json").write_text(json.dumps({"url": "file:///mine", **address}))
-    made_by.origin.cache_clear()
-    return made_by.origin("mine")
+    provenance.origin.cache_clear()
+    return provenance.origin("mine")
 
 
 def test_a_package_of_a_registry_is_known_by_its_version(package: Path) -> None:
-    made_by.origin.cache_clear()
-    assert made_by.origin("mine") == made_by.origin("absent") == ""
+    provenance.origin.cache_clear()
+    assert provenance.origin("mine") == provenance.origin("absent") == ""
 
 
 def test_a_package_of_an_address_is_known_by_its_files(package: Path) -> None:
@@ -43,9 +43,9 @@ def test_a_package_of_an_address_is_known_by_its_files(package: Path) -> None:
 
 
 def test_an_editable_package_can_change(package: Path) -> None:
-    assert not made_by.can_change(["mine"])
+    assert not provenance.can_change(["mine"])
     assert origin(package, dir_info={"editable": True}) == "editable"
-    assert made_by.can_change(["numpy", "mine"])
+    assert provenance.can_change(["numpy", "mine"])
 
 
 def test_each_file_of_code_decides_on_its_digest(tmp_path: Path) -> None:
@@ -53,11 +53,11 @@ def test_each_file_of_code_decides_on_its_digest(tmp_path: Path) -> None:
     for path in (package / "inner" / "code.py", tables / "llama.toml"):
         path.parent.mkdir(parents=True)
         path.write_text("a")
-    digests = [made_by.digest_of_files(package, tables)]
+    digests = [provenance.digest_of_files(package, tables)]
     (package / "notes.txt").write_text("not code")
-    assert made_by.digest_of_files(package, tables) == digests[0]
+    assert provenance.digest_of_files(package, tables) == digests[0]
     (tables / "llama.toml").write_text("b")
-    digests.append(made_by.digest_of_files(package, tables))
+    digests.append(provenance.digest_of_files(package, tables))
     (package / "inner" / "code.py").rename(package / "inner" / "other.py")
-    digests.append(made_by.digest_of_files(package, tables))
+    digests.append(provenance.digest_of_files(package, tables))
     assert len({*digests}) == 3
