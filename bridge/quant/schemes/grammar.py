@@ -177,7 +177,8 @@ def check_keys(words: Any, known: set[str], where: str) -> None:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read TOML as data; SchemeError names the file and the line."""
-    return copy_parsed(_parsed(path))
+    words: dict[str, Any] = copy_parsed(_parsed(path))
+    return words
 
 
 @cached_by_file
