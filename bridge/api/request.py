@@ -151,7 +151,7 @@ def resolve(source: Source, request: Request) -> ResolvedRequest:
 
 def _check_outside(out: Path, source: Source) -> None:
     """Refuse to overwrite the source."""
-    root = getattr(source, "root", None)
+    root = source.root
     if root is not None and not remote(root) and Path(root).resolve() in (out.resolve(), *out.resolve().parents):
         raise UsageError(f"{out} is the source or lies inside it: its files would be lost; choose another directory")
 

@@ -109,7 +109,7 @@ def way_of(
         found = found.uncut  # the choice of samples looks into whole layers
     found = found.on_device if str(device or "").startswith("cuda") else replace(found, parked=0)
     # the float32 copy of a model in memory is not there yet
-    there = resident and getattr(source, "runs_in", "") in ("", main_dtype(source.specs.values()))
+    there = resident and source.runs_in in ("", main_dtype(source.specs.values()))
     cut = by_blocks(found, memory, free, driven=data.forward_loop is not None, resident=there)
     return Way(found, memory, free, cut, device, resident)
 
@@ -218,7 +218,7 @@ def _arguments(
         "data": data.digest,
         "device": str(device).partition(":")[0],
         "partial": str(partial is not None),
-        "compute": str(getattr(source, "runs_in", "")),
+        "compute": source.runs_in,
         "version of nvidia-modelopt, qbridge, torch or transformers": repr([installed(name) for name in PACKAGES]),
     }
 
@@ -229,7 +229,7 @@ def _weighted(scheme: Scheme) -> bool:
 
 def _in_memory(source: Source) -> Mapping[str, TensorSpec]:
     """The tensors in the dtype that the model runs in, which `compute=` may choose."""
-    dtype = getattr(source, "runs_in", "")
+    dtype = source.runs_in
     return {name: replace(spec, dtype=dtype) for name, spec in source.specs.items()} if dtype else source.specs
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from bridge.calibration.data import check_compute
 from bridge.sources.memory import MemorySource
-from bridge.sources.source import Source
+from bridge.sources.source import Delegate, Source
 
 
 def source_for(source: Source, compute: str | None) -> Source:
@@ -21,14 +21,8 @@ def model_in_memory(source: Source) -> MemorySource | None:
     return stored if isinstance(stored, MemorySource) else None
 
 
-class _InFloat32:
+class _InFloat32(Delegate):
     """A source whose model has float32 weights of its own, with the values of the stored ones."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
 
     runs_in = "float32"
 

@@ -22,7 +22,7 @@ from bridge.calibration.requirements import check_device
 from bridge.calibration.walk.toggles import Toggles, turned_on
 from bridge.core.progress import Progress
 from bridge.core.values import CACHE, Structure
-from bridge.sources.source import Source
+from bridge.sources.source import Delegate, Source
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,12 @@ def costs(bench: Bench) -> Costs:
     return Costs(alone, tuple(whole), rest[0] if cached else None, divergence.tokens, divergence.held)
 
 
-class _Loaded:
+class _Loaded(Delegate):
     """A source whose model is loaded once, for all fake-quantized copies over the same memory."""
 
     def __init__(self, source: Source) -> None:
-        self._source, self._model = source, source.load_model()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
+        super().__init__(source)
+        self._model = source.load_model()
 
     def load_model(self) -> Any:
         return self._model

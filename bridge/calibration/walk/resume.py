@@ -57,7 +57,7 @@ def identity_of(source: Source, scheme: Scheme, data: Data, device: str, workers
         scheme.digest,
         data.digest,
         held.hexdigest(),
-        getattr(source, "runs_in", ""),
+        source.runs_in,
         versions,
         torch.get_num_threads(),
         device,
