@@ -18,8 +18,7 @@ from bridge.planning.plan import PASSTHROUGH, Plan
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.catalog import kv_names, scheme_names
 from bridge.quant.schemes.load import load_scheme
-from bridge.workflows.golden.store import CALIBRATION, Golden
-from bridge.workflows.golden.values import Rerun
+from bridge.workflows.golden.store import CALIBRATION, Golden, Rerun
 
 ENGINE = "engine"  # TensorRT builds it from the file that the golden records
 

@@ -21,8 +21,7 @@ from bridge.planning.plan import Plan, Step
 from bridge.targets import load_target
 from bridge.verification.outputs import FLOAT_ERROR
 from bridge.verification.verify import check_fits, check_on_disk
-from bridge.workflows.golden.digests import positions
-from bridge.workflows.golden.values import Reference
+from bridge.workflows.golden.store import Reference, positions
 
 POSITIONS = 64  # tokens: a wrong RoPE permutation shows only after about twenty
 MAX_MODULES = 16  # matrices of the first layers: two layers of a Llama have fourteen
