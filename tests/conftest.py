@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests import closure, once, seconds
+from tests import closure, kept_graphs, once, seconds
 
 # One worker a core: torch's threads would only wait for each other. torch reads this when it is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -31,6 +31,7 @@ def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
         patch.setattr(once, "ROOT", root)
+        patch.setenv(once.VARIABLE, str(root))
         yield root
 
 
@@ -44,7 +45,7 @@ def no_idle_ranks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def graphs_once(shared_directory: Path) -> Iterator[None]:
-    """The float graph of a config is exported once a run: it depends on no weight, no scheme and no calibration."""
+    """The float graph of a config is loaded, or exported once a run: no weight, scheme or calibration decides it."""
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     from bridge.targets.trt.graph import export
@@ -143,6 +144,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = {group: at for at, group in reversed(list(enumerate(groups)))}
     order = sorted(range(len(items)), key=lambda at: (-slow[groups[at]], first[groups[at]], at))
     items[:] = [items[at] for at in order]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Graphs that `make test` does not need are not kept."""
+    kept_graphs.needed_later = item.get_closest_marker("product") is not None
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """Say how many float graphs were loaded and exported."""
+    shared = config._tmp_path_factory.getbasetemp() / "shared"  # type: ignore[attr-defined]
+    for line in kept_graphs.report(shared, exitstatus == 0):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")
