@@ -81,7 +81,7 @@ def test_without_a_cache_the_graph_gives_the_same_logits_and_every_weight_is_in_
 )
 def test_opset_23_gives_the_same_logits_through_attention_nodes(name: str, tmp_path: Path) -> None:
     config = gemma3(2) if name == "gemma3" else DECODERS[name]()
-    graph = export_graph(config, opset=23)
+    graph = export_once(config, opset=23)
     assert graph.note == ""
     assert any(node.op_type == "Attention" for node in graph.model.graph)
     assert graph.model.ir_version == 11
@@ -148,7 +148,7 @@ def test_image_classifiers_equal_torch_at_another_batch_size(config: Any, tmp_pa
 @pytest.mark.slow
 def test_half_precision_graph_has_half_weights_and_stays_near_torch(tmp_path: Path) -> None:
     config = llama(num_hidden_layers=1)
-    graph = export_graph(config, dtype="fp16")
+    graph = export_once(config, dtype="fp16")
     values = graph.model.graph.initializers
     assert {values[name].dtype for name in graph.weights} == {ir.DataType.FLOAT16}
     model = parity.live_model(config)
@@ -242,7 +242,7 @@ def test_an_architecture_without_keys_and_values_is_refused_with_its_reason() ->
 @pytest.mark.slow
 def test_layers_that_depend_on_their_place_are_exported_in_full_and_the_note_says_so(tmp_path: Path) -> None:
     config = gpt2(n_layer=3, scale_attn_by_inverse_layer_idx=True)
-    graph = export_graph(config)
+    graph = export_once(config)
     assert graph.note == "no kind of layer occurs more than twice"
     model = parity.live_model(config)
     ids, mask = parity.padded_batch()

@@ -1,4 +1,4 @@
-"""What the processes of `tests.oracles.megatron_oracle` import: once, in a server of which they are forks.
+"""What `tests.oracles.server` imports, once for all its forks.
 
 Nothing here may stand in for Transformer Engine, start a thread or join ranks: `megatron_process.start` does that.
 """
