@@ -18,8 +18,8 @@ from bridge.quant.schemes.catalog import kv_names, scheme_names
 from bridge.quant.schemes.load import load_scheme, with_kv
 from bridge.sources.opening import KINDS
 from bridge.targets import load_target
-from bridge.targets.trt.files import files_of
-from bridge.targets.trt.graph.tasks import TASKS
+from bridge.targets.onnx.export.tasks import TASKS
+from bridge.targets.onnx.files import files_of
 from docs.generate.matrix import cell, kv_cell, table
 
 MODEL = Path(__file__).parent.parent.parent / "examples" / "models" / "tiny-llama"

@@ -13,9 +13,9 @@ import onnx
 import onnx_ir as ir
 
 from bridge.sources.opening import open_source
-from bridge.targets.trt.graph import export
-from bridge.targets.trt.graph.export import export_graph
-from bridge.targets.trt.graph.float_graph import Graph
+from bridge.targets.onnx.export import export
+from bridge.targets.onnx.export.export import export_graph
+from bridge.targets.onnx.export.float_graph import Graph
 from tests import once
 
 _MADE: dict[str, tuple[Graph, bytes]] = {}  # the model apart, as ONNX

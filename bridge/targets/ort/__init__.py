@@ -17,8 +17,9 @@ from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import option
+from bridge.targets.onnx.formats import FLOAT_ACTIVATIONS
+from bridge.targets.onnx.target import OnnxTarget
 from bridge.targets.ort.joining import join_attention
-from bridge.targets.trt import FLOAT_ACTIVATIONS, Trt
 
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
@@ -52,7 +53,7 @@ class OrtOptions:
     dtype: ClassVar[str] = "float32"  # what ONNX Runtime's CPU kernels of these operators compute in
 
 
-class Ort(Trt):
+class Ort(OnnxTarget):
     """See `bridge.targets.Target`."""
 
     name = "ort"
@@ -116,19 +117,19 @@ class Ort(Trt):
         return "qbridge run {out} 'The sun is'"
 
     def lint(self, directory: Path, plan: Plan) -> list[str]:
-        from bridge.targets.trt.lint import RULES as ALL
-        from bridge.targets.trt.lint import lint
+        from bridge.targets.onnx.lint import RULES as ALL
+        from bridge.targets.onnx.lint import lint
 
         return [str(finding) for finding in lint(directory, rules=[rule for rule in ALL if rule.id in RULES])]
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
-        from bridge.targets.trt.graph.light_import import import_onnx_ir
+        from bridge.targets.onnx.export.light_import import import_onnx_ir
 
         import_onnx_ir()
+        from bridge.targets.onnx.write.genai_config import write_genai_config
+        from bridge.targets.onnx.write.writer import GraphOptions, write_onnx
         from bridge.targets.ort.packing import join_products
         from bridge.targets.ort.rewrite import fuse
-        from bridge.targets.trt.genai_config import write_genai_config
-        from bridge.targets.trt.writer import GraphOptions, write_onnx
 
         options, config = context.plan.options, context.source.config
         rewrite = partial(fuse, windows=_windows(config), positions=_text(config).get("max_position_embeddings") or 0)

@@ -22,8 +22,8 @@ import bridge
 from bridge.core.errors import BridgeError
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.reporting.summary import advice
+from bridge.targets.onnx.run.runtime import Runtime
 from bridge.targets.ort import DECODERS
-from bridge.targets.trt.runtime import Runtime
 from bridge.verification.parity import Parity
 from tests.covering import usual
 from tests.models.trt_families import VOCAB, decoder

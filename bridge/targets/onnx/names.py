@@ -1,0 +1,4 @@
+"""Names that graphs, the file that joins them, and their runners share."""
+
+GENAI = "genai_config.json"
+ROWS, WEIGHTS = "feature_rows", "feature_weights"  # inputs of a tower of tiles: each row is a sum of some features
