@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bridge.targets.onnx.export.tasks import TASKS
+from bridge.targets.tasks import TASKS
 
 WEIGHTS = "model.safetensors"  # of all graphs
 MODEL = "model.onnx"

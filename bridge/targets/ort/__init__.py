@@ -20,17 +20,13 @@ from bridge.targets.checkpoint import option
 from bridge.targets.onnx.formats import FLOAT_ACTIVATIONS
 from bridge.targets.onnx.target import OnnxTarget
 from bridge.targets.ort.joining import join_attention
+from bridge.targets.tasks import listed
 
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
     from bridge.streaming.context import ConversionContext, WriteResult
 
 OPSET = 23  # the first with Attention, RotaryEmbedding and RMSNormalization, which fusing starts from
-# Whose rewritten graphs the tests compare with transformers, padding and caches included.
-DECODERS = (
-    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM",
-    "Gemma3ForCausalLM", "Phi3ForCausalLM",
-)  # fmt: skip
 # Rules of `trt`'s lint that hold for every reader of ONNX with external data; the others are TensorRT's own.
 RULES = (
     "scale-constant", "scale-positive", "scale-axis", "block-scale", "opset", "ir-version", "border", "missing-value",
@@ -98,9 +94,9 @@ class Ort(OnnxTarget):
 
     def why_no_graph(self, draft: Draft) -> str:
         architecture = draft.structure.architecture
-        if architecture in DECODERS:
+        if architecture in (fused := listed("ort", "classes")):
             return ""
-        known = ", ".join(DECODERS)
+        known = ", ".join(fused)
         return f"{architecture}: no test shows that its graph fuses; use target trt, or one of {known}"
 
     def draft(self, draft: Draft) -> Drafted:

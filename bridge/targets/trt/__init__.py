@@ -16,16 +16,16 @@ from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft
 from bridge.targets.checkpoint import float_dtype, option
-from bridge.targets.onnx.export.tasks import TASKS, choose_task, why_without
+from bridge.targets.onnx.export.tasks import choose_task, why_without
 from bridge.targets.onnx.files import graphs
 from bridge.targets.onnx.formats import FLOAT_ACTIVATIONS, INT4_BLOCKS, NEWEST_OPSET, least_opset
 from bridge.targets.onnx.target import ALL_EXPERTS, GRAPHS, OnnxTarget
+from bridge.targets.tasks import TASKS, listed
 
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
     from bridge.streaming.context import ConversionContext, WriteResult
 
-LOOPS = ("rwkv", "xlstm")  # model types that read tokens in a Python loop
 BLOCKS = "write a recipe with block = 128 or 64 that keeps the matrices which it does not divide"
 
 
@@ -141,7 +141,7 @@ class Trt(OnnxTarget):
         if draft.config.get("is_encoder_decoder") and one_graph:
             why = f"has an encoder and a decoder, and a graph of {draft.options.task} is of one model"
             return f"{architecture} {why}; use a checkpoint that generates text (task seq2seq-lm), or target hf"
-        if task.cached and draft.config.get("model_type") in LOOPS:
+        if task.cached and draft.config.get("model_type") in listed("loops", "types"):
             return f"{architecture} reads its tokens one by one in a Python loop, which no graph has; use target hf"
         keeps = bool(draft.structure.attention) or draft.structure.states
         if task.cached and draft.options.cache and not keeps:

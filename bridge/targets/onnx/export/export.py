@@ -27,9 +27,10 @@ from bridge.targets.onnx.export.layers import Layers, cut_layers, find_layers
 from bridge.targets.onnx.export.naming import name_by_structure
 from bridge.targets.onnx.export.recurrent.loops import expand
 from bridge.targets.onnx.export.stamp import KV, MODULE, SLOT, Refused, stamp_layers
-from bridge.targets.onnx.export.tasks import TASKS, choose_task, model_class
+from bridge.targets.onnx.export.tasks import choose_task, model_class
 from bridge.targets.onnx.export.traced import free, trace
 from bridge.targets.onnx.export.translate import to_onnx
+from bridge.targets.tasks import TASKS
 
 # ONNX released opset 21 with IR version 10, 23 with 11; ONNX Runtime 1.31 reads up to 13.
 _IR_VERSION = {21: 10, 22: 10, 23: 11, 24: 12}

@@ -17,7 +17,7 @@ from bridge.core.output.names import GENERATION
 from bridge.targets.config_json import generation_settings
 from bridge.targets.generation import Chooser, Settings
 from bridge.targets.onnx.files import DECODER, ENCODER, graphs
-from bridge.targets.onnx.names import GENAI
+from bridge.targets.onnx.names import GENAI, UNKNOWN
 from bridge.targets.onnx.run.runtime import PAST, PRESENT, Runtime
 from bridge.targets.onnx.run.transcripts import opening, without
 
@@ -162,7 +162,7 @@ class SourceReader(_Loaded):
         if not self._seen:
             raise CannotRun("the encoder reads an image or a sound; give one: image= (--image) or audio= (--audio)")
         start, told = self.model.start, self.model.settings
-        if not ids and self.model.kind == "whisper":
+        if not ids and self.model.kind != UNKNOWN:
             return self.decode(self._seen, opening(told, start, self._listen), settings)
         return self.decode(self._seen, ids if list(ids[:1]) == [start] else [start, *ids], settings)
 

@@ -14,7 +14,8 @@ from bridge.core.text import fold_layers
 from bridge.sources.source import Source
 from bridge.targets.config_json import generation_settings
 from bridge.targets.onnx.files import DECODER, ENCODER, MODEL
-from bridge.targets.onnx.names import GENAI
+from bridge.targets.onnx.names import GENAI, UNKNOWN
+from bridge.targets.tasks import listed
 
 # Its generic decoder. Names of model types add work for graphs of its own builder: `phi3` computes the cache of long
 # RoPE again where the second table of angles begins, which is a part of our graphs.
@@ -107,7 +108,7 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
     cross = [shape for name, shape in inputs.items() if name.endswith(".encoder.key")]
     settings = generation_settings(source.side_files)
     kind = source.config.get("model_type")
-    whisper, mask = kind == "whisper", {name: name for name in _MASK if name in gives}
+    known, mask = kind in listed("genai", "joins"), {name: name for name in _MASK if name in gives}
     of_session = {"session_options": {**session, "provider_options": []}}
     size = {"hidden_size": text["hidden_size"], "num_attention_heads": own[0][1], "head_size": own[0][3]}
     encoder = {
@@ -115,7 +116,7 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
         **size,
         "num_hidden_layers": len(cross),
         "num_key_value_heads": cross[0][1],
-        "inputs": {"audio_features": "input_features"} if whisper else {name: name for name in feeds},
+        "inputs": {"audio_features": "input_features"} if known else {name: name for name in feeds},
         "outputs": {"encoder_hidden_states": "last_hidden_state", **CROSS_OUTPUTS} | mask,
         **of_session,
     }
@@ -132,7 +133,7 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
     start = next((part[_START] for part in starts if part.get(_START) is not None), None)
     positions = text.get("max_position_embeddings") or source.config.get("max_target_positions")
     model = {
-        "type": "whisper" if whisper else "encoder-decoder",
+        "type": kind if known else UNKNOWN,
         **token_ids(settings, text),
         _START: start if start is not None else text.get("bos_token_id") or 0,
         "context_length": positions if isinstance(positions, int) else NO_END,
@@ -142,7 +143,7 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
     search |= {"max_length": model["context_length"], "past_present_share_buffer": False}
     content = {"model": {**model, "encoder": encoder, "decoder": decoder}, "search": search}
     (directory / GENAI).write_text(json.dumps(content, indent=2) + "\n")
-    if whisper:
+    if known:
         return ""
     reader = "`qbridge run` reads the file, and so may your program"
     return f"{GENAI} says how the graphs are joined; onnxruntime-genai runs no {kind} of these graphs: {reader}"

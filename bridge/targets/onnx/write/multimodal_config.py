@@ -28,9 +28,8 @@ from bridge.targets.onnx.write.genai_config import (
     graph_outputs,
     token_ids,
 )
+from bridge.targets.tasks import listed
 
-# transformers' model types whose graphs onnxruntime-genai joins as we write them.
-_KNOWN = ("gemma3", "mistral3", "qwen2_5_vl")
 _MORE = ("vision_start_token_id", "video_token_id")  # of Qwen-VL, whose places onnxruntime-genai counts from these
 _CROSSED = ".encoder.key"  # the ending of keys of cross-attention, which name its layers
 _CONV = ".conv_state"
@@ -70,7 +69,7 @@ def write_multimodal_config(
     search = {key: settings[key] for key in SEARCH if settings.get(key) is not None}
     search |= {"max_length": model["context_length"], "past_present_share_buffer": False}
     (directory / GENAI).write_text(json.dumps({"model": model, "search": search}, indent=2) + "\n")
-    if kind in _KNOWN:
+    if kind in listed("genai", "joins"):
         return ""
     why = f"onnxruntime-genai runs no {kind} of these graphs: `qbridge run` reads the file, and so may your program"
     return f"{GENAI} says how the graphs are joined; {why}"

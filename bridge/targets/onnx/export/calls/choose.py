@@ -12,7 +12,7 @@ from bridge.targets.onnx.export.calls.multimodal import multimodal_call
 from bridge.targets.onnx.export.calls.pairs import pair_call
 from bridge.targets.onnx.export.calls.sound import sound_call
 from bridge.targets.onnx.export.calls.text import Call, text_call
-from bridge.targets.onnx.export.tasks import Task
+from bridge.targets.tasks import Task
 
 
 def call_of(

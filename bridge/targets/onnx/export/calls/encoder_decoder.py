@@ -21,7 +21,7 @@ from bridge.targets.onnx.export.calls.images import Size, pixels_of, size_of
 from bridge.targets.onnx.export.calls.speech import heard, sounds
 from bridge.targets.onnx.export.calls.states import filled
 from bridge.targets.onnx.export.calls.text import BATCH, PAST, SEQUENCE, Axes, Bounds, Call, dynamic_axes
-from bridge.targets.onnx.export.tasks import Task
+from bridge.targets.tasks import Task
 
 SOURCE = 7  # tokens of the example's source: unlike every other extent of the examples
 KINDS = ("key", "value")

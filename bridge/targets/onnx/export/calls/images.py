@@ -15,7 +15,7 @@ from bridge.sources.live_models.flat_patches import GRIDS, example_patches, read
 from bridge.targets.onnx.export.calls.text import BATCH, SEQUENCE, Axes, Call, Flat, dynamic_axes
 from bridge.targets.onnx.export.methods import padded_images
 from bridge.targets.onnx.export.methods.replace import replace_methods
-from bridge.targets.onnx.export.tasks import Task
+from bridge.targets.tasks import Task
 
 SIDE = 224  # of images, if nothing gives their size
 PATCHES = 13  # of an image of the example that comes as patches

@@ -23,8 +23,8 @@ from bridge.targets.onnx.export.calls.images import Size, pixels_of, size_of
 from bridge.targets.onnx.export.calls.states import CONV, GROWS, cache_of, filled, slots
 from bridge.targets.onnx.export.calls.text import BATCH, PAST, SEQUENCE, Axes, Call, Flat, Kept, dynamic_axes, extents
 from bridge.targets.onnx.export.calls.towers import MASK, image_rows, patch_rows, sound_rows, tile_rows
-from bridge.targets.onnx.export.tasks import Task
 from bridge.targets.onnx.names import ROWS, WEIGHTS
+from bridge.targets.tasks import Task
 
 QUESTION = ("qformer_input_ids", "qformer_attention_mask")  # what the queries of InstructBLIP read beside an image
 EMBEDS, GRID, DEEP = "inputs_embeds", "image_grid_thw", "deepstack_embeds"

@@ -14,7 +14,7 @@ from bridge.targets.onnx.export.calls.images import Size, images_of, size_of
 from bridge.targets.onnx.export.calls.text import BATCH, SEQUENCE, Axes, Call, Flat, dynamic_axes
 from bridge.targets.onnx.export.methods import pairs
 from bridge.targets.onnx.export.methods.replace import replace_methods
-from bridge.targets.onnx.export.tasks import Task
+from bridge.targets.tasks import Task
 
 TEXTS = 10  # rows of text in the example: unlike the number of images, and a multiple of it
 

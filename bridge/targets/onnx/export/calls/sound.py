@@ -11,7 +11,7 @@ import torch
 from torch.export import Dim
 
 from bridge.targets.onnx.export.calls.text import BATCH, Axes, Call, Flat
-from bridge.targets.onnx.export.tasks import Task
+from bridge.targets.tasks import Task
 
 LENGTH = 4000  # samples of the example, a quarter of a second: more than any convolution reads at once
 LEAST, MOST = {"samples": 800}, 16000 * 600  # convolutions need some samples, and torch an end

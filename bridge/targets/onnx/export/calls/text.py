@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from bridge.core.errors import ExportError
 from bridge.targets.onnx.export.calls.pooling import EMBEDDING, pooled
 from bridge.targets.onnx.export.calls.states import GROWS, cache_of, filled, slots
-from bridge.targets.onnx.export.tasks import Task
+from bridge.targets.tasks import Task
 
 # Pairwise different, and neither 0 nor 1, for which torch would specialize.
 BATCH, SEQUENCE, PAST = 2, 3, 5
