@@ -16,7 +16,8 @@ from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft
 from bridge.targets.checkpoint import float_dtype, option
-from bridge.targets.onnx.export.tasks import choose_task, why_without
+from bridge.targets.onnx.export.tasks import choose_task
+from bridge.targets.onnx.families import why_without
 from bridge.targets.onnx.files import graphs
 from bridge.targets.onnx.formats import FLOAT_ACTIVATIONS, INT4_BLOCKS, NEWEST_OPSET, least_opset
 from bridge.targets.onnx.target import ALL_EXPERTS, GRAPHS, OnnxTarget

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-# Class of the embedding -> the axis of heads in the queries and keys that its `apply_rotary_emb` rotates.
-HEADS = {"Llama4TextRotaryEmbedding": 2, "DeepseekV2RotaryEmbedding": 1}
+from bridge.targets.onnx.export.family import families_of
 
 
 @contextmanager
 def real_rope(model: Any) -> Iterator[None]:
     """Compute the rotary embeddings of `model` in real numbers during the block."""
+    heads = {kind: axis for family in families_of(model) for kind, axis in family.heads_axis.items()}
     with ExitStack() as stack:
         for module in model.modules():
-            axis = HEADS.get(type(module).__name__)
+            axis = heads.get(type(module).__name__)
             if axis is not None:
                 home: Any = sys.modules[type(module).__module__]
                 stack.callback(setattr, home, "apply_rotary_emb", home.apply_rotary_emb)

@@ -8,13 +8,13 @@ token. Here every expert runs on all tokens, times its routing weight: E / k tim
 from __future__ import annotations
 
 import types
+from collections.abc import Iterable
 from typing import Any
 
-from bridge.core.errors import ExportError
-from bridge.targets.onnx.export.methods.experts import METHODS, STACKS, by_expert, mixed
-from bridge.targets.onnx.export.methods.replace import replace_methods
+import torch
 
-ZERO_EXPERTS = "LongcatFlashExperts"  # its last experts give the tokens as they are
+from bridge.core.errors import ExportError
+from bridge.targets.onnx.export.family import families_of
 
 
 def unstack_experts(model: Any, stacked: bool = False) -> None:
@@ -24,15 +24,15 @@ def unstack_experts(model: Any, stacked: bool = False) -> None:
     `gate_up_proj[3, gate]`, `gate_up_proj[3, up]`. `stacked`: the checkpoint has stacks, too: gate and up stay one
     matrix, and biases stay in their stack.
     """
-    replace_methods(model, METHODS)
+    families = families_of(model)
+    own = {kind for family in families for kind in family.methods}
+    stacks = {kind for family in families for kind in family.stacks}
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if kind in STACKS:
+        if kind in stacks:
             for key in list(module._parameters):
                 _unstack(module, key, True)
-        if kind == ZERO_EXPERTS:
-            _as_others(module)
-        if kind in METHODS or not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
+        if kind in own or not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
             continue
         if module.has_post_expert_norm:
             raise ExportError(f"{name}: experts with a norm after each expert are not supported; use target hf")
@@ -77,14 +77,18 @@ def _linear(module: Any, x: Any, key: str, expert: int, part: str = "") -> Any:
     return functional.linear(x, weight, bias)
 
 
-def _as_others(module: Any) -> None:
-    """Name what other classes name."""
-    from transformers.integrations.moe import _default_apply_gate
+def by_expert(chosen: Any, weights: Any, experts: int) -> Any:
+    """The weight of each expert for each token, [tokens, experts]; zero for those that are not chosen."""
+    return torch.zeros(chosen.shape[0], experts, dtype=weights.dtype).scatter(1, chosen, weights)
 
-    module.has_gate = module.is_concatenated = True
-    module.is_transposed = module.has_post_expert_norm = False
-    module.num_experts = module.num_routed_experts
-    module._apply_gate = types.MethodType(_default_apply_gate, module)
+
+def mixed(outputs: Iterable[Any], routing: Any) -> Any:
+    """The sum of the outputs of all experts [tokens, features], each times its weight."""
+    total = None
+    for e, output in enumerate(outputs):
+        part = (output * routing[:, e : e + 1]).to(output.dtype)
+        total = part if total is None else total + part
+    return total
 
 
 def _dense_forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:

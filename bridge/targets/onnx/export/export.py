@@ -22,6 +22,7 @@ from bridge.core.text import grouped
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models import diffusion, meta_device
 from bridge.sources.live_models.meta_device import resolve_config
+from bridge.targets.onnx.export.family import families_of, replace_methods
 from bridge.targets.onnx.export.float_graph import PATCHES, PLACES, TEXT, Graph
 from bridge.targets.onnx.export.layers import Layers, cut_layers, find_layers
 from bridge.targets.onnx.export.naming import name_by_structure
@@ -159,19 +160,20 @@ class _Run:
         from bridge.sources.live_models.own_caches import own_caches
         from bridge.targets.onnx.export.calls.denoiser import denoiser_call, drop_squeezes
         from bridge.targets.onnx.export.complex_rope import real_rope
-        from bridge.targets.onnx.export.methods import unasked, windows
+        from bridge.targets.onnx.export.finite import always_clamped
         from bridge.targets.onnx.export.recurrent.replace import recurrences_as_nodes
 
         diffuses = is_diffusion(config)
         if not diffuses:
             self._replace(model)
-        env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=windows.has_windows(model))
+        counted = any(family.counted for family in families_of(model))
+        env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=counted)
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
         meta_device.make_fake(model, mode)
         tied = _ties(model)
         try:
             oblivious = experimental.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-            clamped = unasked.always_clamped(self.dtype)
+            clamped = always_clamped(self.dtype)
             with own_caches(), real_rope(model), recurrences_as_nodes(model), torch.no_grad(), oblivious, clamped:
                 call = denoiser_call(model, mode) if diffuses else self._call(model, mode)
                 program = trace(call)
@@ -195,13 +197,10 @@ class _Run:
         """Put what can be exported in place of modules and methods that cannot."""
         from bridge.targets.onnx.export.experts import unstack_experts
         from bridge.targets.onnx.export.joined import join_linears
-        from bridge.targets.onnx.export.methods import characters, global_blocks, streams, unasked, windows
-        from bridge.targets.onnx.export.methods.replace import replace_methods
 
         join_linears(model, self.tensors)
+        replace_methods(model)
         unstack_experts(model, self.stacked)
-        for methods in (characters, global_blocks, streams, unasked, windows):
-            replace_methods(model, methods.METHODS)
         meta_device.settle_rope(model)
         meta_device.settle_positions(model)
 

@@ -85,7 +85,7 @@ def write_genai_config(
     }
     kind = _TYPE  # which finds recurrent states, and convolution states beside them, by their names
     if states and all(name.endswith(".conv_state") for name in states):
-        kind = "lfm2"
+        kind = listed("genai", "convolves")[0]
         convolve = {int(name.split(".")[1]) for name in states}
         decoder["layer_types"] = ["conv" if at in convolve else "full_attention" for at in range(layers)]
     settings = generation_settings(source.side_files)

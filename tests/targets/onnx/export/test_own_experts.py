@@ -15,6 +15,7 @@ from bridge.core.errors import UsageError
 from bridge.core.parsing.typed_json import typed
 from bridge.planning.plan import Plan
 from bridge.targets.onnx.export.experts import unstack_experts
+from bridge.targets.onnx.export.family import replace_methods
 from bridge.targets.onnx.export.tasks import choose_task
 from tests.sweep.build import build, feeds
 
@@ -27,6 +28,7 @@ def test_decoders_equal_transformers(family: str) -> None:
     given = feeds(model)
     with torch.no_grad():
         want = model(**given).logits
+        replace_methods(model)
         unstack_experts(model, stacked=True)
         torch.testing.assert_close(model(**given).logits, want, rtol=1e-4, atol=1e-5)
 
@@ -39,6 +41,7 @@ def test_a_token_beyond_the_capacity_of_its_expert_has_none() -> None:
     given = feeds(model)
     with torch.no_grad():
         want = model(**given).logits
+        replace_methods(model)
         unstack_experts(model)
         got = model(**given, use_cache=True).logits  # transformers hands this to the encoder, which raises
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -57,6 +60,7 @@ def test_each_text_goes_through_the_adapters_of_its_language(norms: tuple[bool, 
     given = feeds(model, rows=3) | {"lang_ids": torch.tensor([2, 0, 1])}
     with torch.no_grad():
         want = model(**given).logits
+        replace_methods(model)
         unstack_experts(model)
         torch.testing.assert_close(model(**given).logits, want, rtol=1e-4, atol=1e-5)
         other = model(**given | {"lang_ids": torch.tensor([2, 0, 0])}).logits

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-from bridge.targets.onnx.export.calls.images import _forget_biases, _keep_stages_apart
-from bridge.targets.onnx.export.calls.sound import _fill_up
-from bridge.targets.onnx.export.calls.speech import heard
+from bridge.targets.onnx.export.calls.images import _forget_biases
+from bridge.targets.onnx.export.calls.sound import _fill_up, heard
+from bridge.targets.onnx.export.family import replace_methods
 
 MOONSHINE = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "encoder_num_hidden_layers": 1,
@@ -69,7 +69,7 @@ def test_zoedepth_parts_its_stages_by_their_number() -> None:
     stage, states = ZoeDepthReassembleStage(config).eval(), [torch.randn(3, 17, 8) for _ in range(2)]
     with torch.no_grad():
         want = stage(states, 4, 4)
-        _keep_stages_apart(torch.nn.Sequential(stage))
+        replace_methods(torch.nn.Sequential(stage))
         got = stage(states, 4, 4)
     assert len(got) == 2
     torch.testing.assert_close(got, want)

@@ -12,8 +12,8 @@ from bridge.core.mappings import mappings
 from bridge.targets.onnx.export.float_graph import Graph, plain_bytes
 from bridge.targets.onnx.export.request import GraphRequest
 from bridge.targets.onnx.export.templates.find import ENDING, FOLDER, ROUNDED, find_template, member_name, read_family
-from bridge.targets.onnx.export.templates.make import FAMILIES, FORMS, family_of
 from bridge.targets.onnx.export.templates.sizes import read_sizes
+from bridge.targets.onnx.families.templates import FAMILIES, FORMS, family_of
 from tests.models.graphs import export_once
 
 # Sizes that are equal are one constant in an export: 2 keys and 2 queries a key, 8 heads and half of a head's width.

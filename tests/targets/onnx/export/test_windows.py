@@ -12,9 +12,8 @@ import torch
 import transformers
 
 import bridge
-from bridge.targets.onnx.export.methods.replace import replace_methods
-from bridge.targets.onnx.export.methods.unasked import always_clamped
-from bridge.targets.onnx.export.methods.windows import METHODS
+from bridge.targets.onnx.export.family import replace_methods
+from bridge.targets.onnx.export.finite import always_clamped
 from bridge.targets.onnx.run.encoder_decoder import EncoderDecoder
 from bridge.targets.onnx.run.runtime import Runtime
 from bridge.verification.outputs import relative_l2
@@ -68,7 +67,7 @@ def test_states_of_any_length_equal_transformers(length: int, which: str) -> Non
         del given["global_attention_mask"]
     with torch.no_grad():
         want = model(**given)
-        replace_methods(model, METHODS)
+        replace_methods(model)
         got = model(**given)
     assert_near(got.last_hidden_state, want.last_hidden_state)
     assert_near(got.pooler_output, want.pooler_output)
@@ -76,7 +75,7 @@ def test_states_of_any_length_equal_transformers(length: int, which: str) -> Non
 
 def test_a_window_reaches_half_its_width_and_no_further() -> None:
     model, ids = longformer("LongformerModel", num_hidden_layers=1, attention_window=[8]), texts(24)["input_ids"]
-    replace_methods(model, METHODS)
+    replace_methods(model)
     changed = ids.clone()
     changed[:, 12] = (ids[:, 12] + 5) % 90 + 5
     with torch.no_grad():
@@ -91,7 +90,7 @@ def test_classifiers_read_the_first_token_and_answers_the_question_everywhere() 
         given["input_ids"][:, [4, 5, 13]] = 2  # the question ends before the first separator
         with torch.no_grad():
             want = model(**given)
-            replace_methods(model, METHODS)
+            replace_methods(model)
             got = model(**given)
         for name in ("logits", "start_logits", "end_logits"):
             if name in want:
@@ -102,7 +101,7 @@ def test_an_encoder_of_led_equals_transformers() -> None:
     model, given = led().get_encoder(), texts(19)
     with torch.no_grad():
         want = model(**given).last_hidden_state
-        replace_methods(model, METHODS)
+        replace_methods(model)
         assert_near(model(**given).last_hidden_state, want)
 
 

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import MoEModelOutput
 
 from bridge.core.errors import ExportError
 from bridge.targets.onnx.export.calls.images import Size, pixels_of, size_of
-from bridge.targets.onnx.export.calls.speech import heard, sounds
+from bridge.targets.onnx.export.calls.sound import heard, sounds
 from bridge.targets.onnx.export.calls.states import filled
 from bridge.targets.onnx.export.calls.text import BATCH, PAST, SEQUENCE, Axes, Bounds, Call, dynamic_axes
 from bridge.targets.tasks import Task

@@ -9,12 +9,9 @@ from typing import Any
 
 import torch
 from torch.export import Dim
-from torch.overrides import TorchFunctionMode
 
 from bridge.sources.live_models.flat_patches import GRIDS, example_patches, reads_patches
 from bridge.targets.onnx.export.calls.text import BATCH, SEQUENCE, Axes, Call, Flat, dynamic_axes
-from bridge.targets.onnx.export.methods import padded_images
-from bridge.targets.onnx.export.methods.replace import replace_methods
 from bridge.targets.tasks import Task
 
 SIDE = 224  # of images, if nothing gives their size
@@ -26,7 +23,6 @@ def image_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Siz
     """Return the call of an image model: `pixel_values` of one size, or patches; dynamic batch."""
     size = size_of(model.config, image)
     _forget_biases(model)
-    _keep_stages_apart(model)
     with mode:
         inputs, feeds = images_of(model, model.config, size, dtype, "batch")
         patches = _patches(model.config, size) if len(task.inputs) > 1 else 0
@@ -45,7 +41,6 @@ def image_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Siz
 
 def question_call(model: Any, task: Task, mode: Any, dtype: torch.dtype) -> Call:
     """Return the call of a model that reads a text and an image in each row; images are whole patches of any number."""
-    replace_methods(model, padded_images.METHODS)
     config, (height, width) = model.config, _pair(model.config.patch_size)
     extents = (3 * height, 4 * width)
     names = [name for name in task.inputs if not name.startswith("pixel")]
@@ -91,31 +86,6 @@ def _forget_biases(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "attention_bias_cache"):
             module.attention_bias_cache = _Forgetful()
-
-
-class _Apart(TorchFunctionMode):
-    """Cuts rows into a number of parts, where transformers gives their extent: torch would fix the batch."""
-
-    def __init__(self, parts: int) -> None:
-        super().__init__()
-        self.parts = parts
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.split and kwargs == {"dim": 0}:
-            return args[0].unflatten(0, (self.parts, -1)).unbind(0)
-        return func(*args, **(kwargs or {}))
-
-
-def _keep_stages_apart(model: Any) -> None:
-    """Let ZoeDepth, which joins the stages of its backbone along the batch, part them again by their number."""
-    for module in model.modules():
-        if type(module).__name__ == "ZoeDepthReassembleStage":
-
-            def forward(stages: Any, *sides: Any, of: Any = module.forward) -> Any:
-                with _Apart(len(stages)):
-                    return of(stages, *sides)
-
-            module.forward = forward
 
 
 def size_of(config: Any, given: Size | None) -> Size:

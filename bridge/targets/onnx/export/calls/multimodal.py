@@ -12,32 +12,29 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import Dim
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from bridge.core.errors import ExportError
 from bridge.sources.live_models.flat_patches import GRIDS, example_patches, reads_patches
-from bridge.targets.onnx.export.calls.cross_attention import TYPE as CROSSED
-from bridge.targets.onnx.export.calls.cross_attention import crossed_call
 from bridge.targets.onnx.export.calls.grids import grid_rows
 from bridge.targets.onnx.export.calls.images import Size, pixels_of, size_of
 from bridge.targets.onnx.export.calls.states import CONV, GROWS, cache_of, filled, slots
 from bridge.targets.onnx.export.calls.text import BATCH, PAST, SEQUENCE, Axes, Call, Flat, Kept, dynamic_axes, extents
 from bridge.targets.onnx.export.calls.towers import MASK, image_rows, patch_rows, sound_rows, tile_rows
+from bridge.targets.onnx.export.family import family_of
 from bridge.targets.onnx.names import ROWS, WEIGHTS
 from bridge.targets.tasks import Task
 
 QUESTION = ("qformer_input_ids", "qformer_attention_mask")  # what the queries of InstructBLIP read beside an image
 EMBEDS, GRID, DEEP = "inputs_embeds", "image_grid_thw", "deepstack_embeds"
-# Model type of transformers whose images are tiles -> how many features are added to one: OneVision resamples them.
-PARTS = {"llava_next": 1, "llava_onevision": 4}
 TILES = 5  # of the example
 TOKENS = 7  # rows of features in the example: unlike every other extent of the examples
 
 
 def multimodal_call(model: Any, task: Task, part: str, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
     """Return the call of `part` of `task`: "vision" or "speech", "embedding", "decoder"."""
-    if model.config.model_type == CROSSED:
-        return crossed_call(model, part, mode, dtype)
+    if call := family_of(model.config).call:
+        return call(model, part, mode, dtype)
     if part == "embedding":
         return _embedding_call(model, mode, dtype, "image" if "vision" in task.parts else "audio")
     if part == "decoder":
@@ -47,7 +44,7 @@ def multimodal_call(model: Any, task: Task, part: str, mode: Any, dtype: torch.d
     return _vision_call(model, mode, dtype, image)
 
 
-class _Vision(nn.Module):
+class Vision(nn.Module):
     """The features of images, one row an image token, as wide as the decoder."""
 
     model: Any
@@ -79,7 +76,7 @@ class _Speech(nn.Module):
         return sound_rows(self.model, inputs)
 
 
-class _Embedding(nn.Module):
+class Embedding(nn.Module):
     """Embeddings of tokens, those of `token` replaced by rows of features, in order."""
 
     model: Any
@@ -97,38 +94,9 @@ class _Embedding(nn.Module):
         return (placed, *([] if deep is None else [_ended(deep)[:, row] * at.unsqueeze(-1).to(deep.dtype)]))
 
 
-class _Indicators(_Embedding):
-    """Where images are, Ovis 2 has embeddings of its own for the tokens around them: the last of its table."""
-
-    def forward(self, input_ids: Any, features: Any, deep: Any = None) -> tuple[Any, ...]:
-        (embeds,) = super().forward(input_ids, features, deep)
-        model = self.model.model
-        shown = features.new_ones(features.shape[0]).sum() > 0
-        first = model.visual_vocab_size - model.vision_tower.num_visual_indicator_tokens
-        for number, token in enumerate(model.visual_indicator_token_ids):
-            own = model.visual_embeddings_table(torch.tensor([first + number]))
-            embeds = torch.where(((input_ids == token) & shown)[..., None], own.to(embeds.dtype), embeds)
-        return (embeds,)
-
-
 def _ended(rows: torch.Tensor) -> torch.Tensor:
     """Rows with one of zeros behind them, so that a text alone has one to read."""
     return torch.cat([rows, rows.new_zeros(*rows.shape[:-2], 1, rows.shape[-1])], -2)
-
-
-_EMBEDDINGS = {"ovis2": _Indicators}
-
-
-class _Within(Flat):
-    """A decoder that is a whole model inside of another: BLIP-2."""
-
-    model: Any
-
-    def forward(self, inputs: dict[str, Any], past: list[Any]) -> tuple[Any, ...]:
-        writer = self.model.language_model
-        out = writer(**inputs, past_key_values=filled(writer.config, self.kinds, past), use_cache=True)
-        present = (tensor for layer in out.past_key_values.layers for _, tensor in slots(layer) or [])
-        return (out.logits, *present)
 
 
 class _Deep(Flat):
@@ -151,53 +119,12 @@ class _Deep(Flat):
         return (self.model.lm_head(out.last_hidden_state), *present)
 
 
-class _ImagesAtOnce(Flat):
-    """A decoder in which the tokens of an image see each other, also later ones: Gemma 3. Its inputs have the ids."""
-
-    model: Any
-
-    def forward(self, inputs: dict[str, Any], past: list[Any]) -> tuple[Any, ...]:
-        ids = inputs["input_ids"]
-        types = (ids == self.model.config.image_token_id).long()
-        whole = torch.cat([types.new_zeros(ids.shape[0], past[0].shape[2]), types], 1)
-        rest = {name: tensor for name, tensor in inputs.items() if name != "input_ids"}
-        return super().forward({**rest, "token_type_ids": whole}, past)
-
-
-class _Empty(DynamicCache):  # type: ignore[misc]  # transformers is not typed
-    """A cache that says it is empty: only then does PaliGemma read which tokens are the prefix."""
-
-    is_initialized = False
-
-
-class _PrefixAtOnce(Flat):
-    """A decoder in which all tokens of type 0 see each other: PaliGemma. Past tokens are of type 1 to those.
-
-    It counts positions from 1, which a quantized cache shows: keys are rotated before they are rounded.
-    """
-
-    def forward(self, inputs: dict[str, Any], past: list[Any]) -> tuple[Any, ...]:
-        types, cache = inputs["token_type_ids"], filled(self.model.config, self.kinds, past)
-        whole = torch.cat([types.new_ones(types.shape[0], past[0].shape[2]), types], 1)
-        cache.__class__ = _Empty
-        given = {**inputs, "token_type_ids": whole, "position_ids": inputs["position_ids"] + 1}
-        out = self.model(**given, past_key_values=cache, use_cache=True)
-        present = (tensor for layer in out.past_key_values.layers for _, tensor in slots(layer) or [])
-        return (out.logits, *present)
-
-
-# Model type of transformers -> its decoder, and the input that says which tokens see each other.
-_AT_ONCE: dict[str, tuple[type[Flat], str]] = {
-    "gemma3": (_ImagesAtOnce, "input_ids"), "paligemma": (_PrefixAtOnce, "token_type_ids"),
-    "blip-2": (_Within, ""), "instructblip": (_Within, ""),
-}  # fmt: skip
-
-
 def _vision_call(model: Any, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
-    if model.config.model_type == "mistral3":
-        return _sized_call(model, mode, dtype)
-    if model.config.model_type in PARTS:
-        return _tiles_call(model, mode, dtype)
+    family = family_of(model.config)
+    if family.vision:
+        return family.vision(model, mode, dtype)
+    if family.tiles:
+        return _tiles_call(model, mode, dtype, family.tiles)
     if reads_patches(model):
         return _patches_call(model, mode, dtype)
     vision = model.config.vision_config
@@ -211,23 +138,12 @@ def _vision_call(model: Any, mode: Any, dtype: torch.dtype, image: Size | None) 
     feeds |= dict.fromkeys(asked, ("image_batch", "sequence"))
     most = model.config.qformer_config.max_position_embeddings if asked else None
     shapes = dynamic_axes(feeds, {"sequence": (None, most)})
-    return Call(_Vision(model), (inputs,), (shapes,), feeds, {"image_features": ("image_rows", _width(model))})
+    return Call(Vision(model), (inputs,), (shapes,), feeds, {"image_features": ("image_rows", width_of(model))})
 
 
-def _sized_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
-    """One image of any size in units of what becomes a row."""
+def _tiles_call(model: Any, mode: Any, dtype: torch.dtype, parts: int) -> Call:
+    """The tiles of one image, and which of their features stand in the text. parts: features that are added to one."""
     vision = model.config.vision_config
-    unit = vision.patch_size * model.config.spatial_merge_size
-    with mode:
-        inputs = {"pixel_values": torch.zeros(1, vision.num_channels, 3 * unit, 4 * unit, dtype=dtype)}
-    shapes = {"pixel_values": {2: unit * Dim("row_units", min=2), 3: unit * Dim("column_units", min=2)}}
-    feeds: dict[str, Axes] = {"pixel_values": (1, vision.num_channels, "image_height", "image_width")}
-    return Call(_Vision(model), (inputs,), (shapes,), feeds, {"image_features": ("image_rows", _width(model))})
-
-
-def _tiles_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
-    """The tiles of one image, and which of their features stand in the text."""
-    vision, parts = model.config.vision_config, PARTS[model.config.model_type]
     with mode:
         pixels = torch.zeros(TILES, vision.num_channels, vision.image_size, vision.image_size, dtype=dtype)
         inputs = {"pixel_values": pixels, ROWS: torch.zeros(TOKENS, parts, dtype=torch.long)}
@@ -236,7 +152,7 @@ def _tiles_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
     shapes = {name: {0: Dim("image_tiles") if name == "pixel_values" else rows} for name in inputs}
     feeds: dict[str, Axes] = {"pixel_values": ("image_tiles", *map(int, pixels.shape[1:]))}
     feeds |= {name: ("image_rows", parts) for name in inputs if name != "pixel_values"}
-    return Call(_Vision(model), (inputs,), (shapes,), feeds, {"image_features": ("image_rows", _width(model))})
+    return Call(Vision(model), (inputs,), (shapes,), feeds, {"image_features": ("image_rows", width_of(model))})
 
 
 def _grid_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
@@ -248,9 +164,9 @@ def _grid_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
         inputs = {"pixel_values": patches, GRID: torch.tensor([[1, 3 * merge, 4 * merge]])}
     shapes = {"pixel_values": {0: merge**2 * Dim("squares", min=2)}, GRID: {}}
     feeds: dict[str, Axes] = {"pixel_values": ("image_patches", width), GRID: (1, 3)}
-    gives: dict[str, Axes] = {"image_features": ("image_rows", _width(model))}
-    gives |= {"deepstack_features": (deep, "image_rows", _width(model))} if (deep := _deep(model)) else {}
-    return Call(_Vision(model), (inputs,), (shapes,), feeds, gives)
+    gives: dict[str, Axes] = {"image_features": ("image_rows", width_of(model))}
+    gives |= {"deepstack_features": (deep, "image_rows", width_of(model))} if (deep := _deep(model)) else {}
+    return Call(Vision(model), (inputs,), (shapes,), feeds, gives)
 
 
 def _patches_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
@@ -262,7 +178,7 @@ def _patches_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
     shapes = {"pixel_values": {1: side**2 * Dim("squares", min=2)}, GRIDS: {}}
     width = int(inputs["pixel_values"].shape[2])
     feeds: dict[str, Axes] = {"pixel_values": (1, "image_patches", width), GRIDS: (1, 2)}
-    return Call(_Vision(model), (inputs,), (shapes,), feeds, {"image_features": ("image_rows", _width(model))})
+    return Call(Vision(model), (inputs,), (shapes,), feeds, {"image_features": ("image_rows", width_of(model))})
 
 
 def _speech_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
@@ -270,37 +186,41 @@ def _speech_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
     bins, frames = config.num_mel_bins, 2 * config.max_source_positions
     with mode:
         inputs = {"input_features": torch.zeros(BATCH, bins, frames, dtype=dtype)}
-        if config.model_type == "qwen2_audio_encoder":
+        if family_of(model.config).masks_sound:
             inputs[MASK] = torch.ones(BATCH, frames, dtype=torch.long)
         rows = sound_rows(model, inputs)[0].shape[1]
     feeds: dict[str, Axes] = {name: ("audio_batch", *map(int, tensor.shape[1:])) for name, tensor in inputs.items()}
     shapes = {name: {0: Dim("audio_batch")} for name in inputs}
-    gives: dict[str, Axes] = {"audio_features": ("audio_batch", int(rows), _width(model))}
+    gives: dict[str, Axes] = {"audio_features": ("audio_batch", int(rows), width_of(model))}
     gives |= {"audio_lengths": ("audio_batch",)} if MASK in inputs else {}
     return Call(_Speech(model), (inputs,), (shapes,), feeds, gives)
 
 
 def _embedding_call(model: Any, mode: Any, dtype: torch.dtype, kind: str) -> Call:
     with mode:
-        ids, features = torch.zeros(BATCH, SEQUENCE, dtype=torch.long), torch.zeros(TOKENS, _width(model), dtype=dtype)
-        more = (torch.zeros(deep, TOKENS, _width(model), dtype=dtype),) if (deep := _deep(model)) else ()
+        ids, features = (
+            torch.zeros(BATCH, SEQUENCE, dtype=torch.long),
+            torch.zeros(TOKENS, width_of(model), dtype=dtype),
+        )
+        more = (torch.zeros(deep, TOKENS, width_of(model), dtype=dtype),) if (deep := _deep(model)) else ()
     rows = Dim(f"{kind}_rows")
     shapes = ({0: Dim("batch"), 1: Dim("sequence")}, {0: rows}, *[{1: rows} for _ in more])
-    feeds: dict[str, Axes] = {"input_ids": ("batch", "sequence"), f"{kind}_features": (f"{kind}_rows", _width(model))}
-    gives: dict[str, Axes] = {EMBEDS: ("batch", "sequence", _width(model))}
+    feeds: dict[str, Axes] = {"input_ids": ("batch", "sequence"), f"{kind}_features": (f"{kind}_rows", width_of(model))}
+    gives: dict[str, Axes] = {EMBEDS: ("batch", "sequence", width_of(model))}
     if deep:
-        feeds["deepstack_features"] = (deep, f"{kind}_rows", _width(model))
-        gives[DEEP] = (deep, "batch", "sequence", _width(model))
-    module = _EMBEDDINGS.get(model.config.model_type, _Embedding)(model, getattr(model.config, f"{kind}_token_id"))
+        feeds["deepstack_features"] = (deep, f"{kind}_rows", width_of(model))
+        gives[DEEP] = (deep, "batch", "sequence", width_of(model))
+    module = (family_of(model.config).embedding or Embedding)(model, getattr(model.config, f"{kind}_token_id"))
     return Call(module, (ids, features, *more), shapes, feeds, gives)
 
 
 def _decoder_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
     places = (3,) if _has_grid(model) else ()  # of a patch: time, row, column
-    decoder, told = _AT_ONCE.get(model.config.model_type, (Flat, ""))
+    family = family_of(model.config)
+    decoder, told = family.decoder or Flat, family.seen_by
     with mode:
         inputs = {
-            EMBEDS: torch.zeros(BATCH, SEQUENCE, _width(model), dtype=dtype),
+            EMBEDS: torch.zeros(BATCH, SEQUENCE, width_of(model), dtype=dtype),
             "attention_mask": torch.ones(BATCH, PAST + SEQUENCE, dtype=torch.long),
             "position_ids": torch.arange(PAST, PAST + SEQUENCE).expand(*places, BATCH, SEQUENCE).contiguous(),
         }
@@ -308,7 +228,7 @@ def _decoder_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
         if told:
             inputs[told] = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
         if deep := _deep(model):
-            inputs[DEEP], decoder = torch.zeros(deep, BATCH, SEQUENCE, _width(model), dtype=dtype), _Deep
+            inputs[DEEP], decoder = torch.zeros(deep, BATCH, SEQUENCE, width_of(model), dtype=dtype), _Deep
         caches = [
             (f"{i}.{kind}", tuple(map(int, t.shape)), GROWS.get(kind, 0))
             for i, layer in enumerate(kept)
@@ -321,12 +241,12 @@ def _decoder_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
     axes["position_ids"] = {len(places): batch, len(places) + 1: sequence}
     axes |= {DEEP: {1: batch, 2: sequence}} if deep else {}
     feeds: dict[str, Axes] = {
-        EMBEDS: ("batch", "sequence", _width(model)),
+        EMBEDS: ("batch", "sequence", width_of(model)),
         "attention_mask": ("batch", "total_sequence"),
         "position_ids": (*places, "batch", "sequence"),
         **({told: ("batch", "sequence")} if told else {}),
     }
-    feeds |= {DEEP: (deep, "batch", "sequence", _width(model))} if deep else {}
+    feeds |= {DEEP: (deep, "batch", "sequence", width_of(model))} if deep else {}
     feeds |= {f"past_key_values.{slot}": extents(s, at, "batch", "past_sequence") for slot, s, at in caches}
     gives: dict[str, Axes] = {"logits": ("batch", "sequence", model.config.get_text_config().vocab_size)}
     gives |= {f"present.{slot}": extents(s, at, "batch", "total_sequence") for slot, s, at in caches}
@@ -338,7 +258,7 @@ def _decoder_call(model: Any, mode: Any, dtype: torch.dtype) -> Call:
 def _kept(model: Any, inputs: dict[str, Any]) -> Kept:
     """What each layer of the decoder keeps: keys and values, or the states of a convolution; ExportError for others."""
     cache = cache_of(model.config.get_text_config())
-    writer = model.language_model if model.config.model_type in ("blip-2", "instructblip") else model
+    writer = model.language_model if family_of(model.config).inner_decoder else model
     layers = writer(**inputs, past_key_values=cache, use_cache=True, return_dict=True).past_key_values.layers
     kept = tuple(slots(layer) or [] for layer in layers)
     if not kept or any([kind for kind, _ in layer] not in (["key", "value"], [CONV]) for layer in kept):
@@ -360,5 +280,5 @@ def _deep(model: Any) -> int:
     return len(getattr(tower, "deepstack_visual_indexes", None) or ())
 
 
-def _width(model: Any) -> int:
+def width_of(model: Any) -> int:
     return int(model.config.get_text_config().hidden_size)

@@ -12,8 +12,6 @@ import torch
 
 from bridge.targets.onnx.export.calls.images import Size, images_of, size_of
 from bridge.targets.onnx.export.calls.text import BATCH, SEQUENCE, Axes, Call, Flat, dynamic_axes
-from bridge.targets.onnx.export.methods import pairs
-from bridge.targets.onnx.export.methods.replace import replace_methods
 from bridge.targets.tasks import Task
 
 TEXTS = 10  # rows of text in the example: unlike the number of images, and a multiple of it
@@ -21,7 +19,6 @@ TEXTS = 10  # rows of text in the example: unlike the number of images, and a mu
 
 def pair_call(model: Any, task: Task, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
     """Return the call of `task`, whose `pairs` name the axes of texts, and of images or sounds."""
-    replace_methods(model, pairs.METHODS)
     texts, others = task.pairs
     accepted = inspect.signature(model.forward).parameters
     names = [n for n in task.inputs if n in accepted and n in ("input_ids", "attention_mask")]

@@ -5,17 +5,21 @@ They take samples of any length, or spectra as their config describes them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.export import Dim
 
 from bridge.targets.onnx.export.calls.text import BATCH, Axes, Call, Flat
+from bridge.targets.onnx.export.family import family_of
 from bridge.targets.tasks import Task
 
 LENGTH = 4000  # samples of the example, a quarter of a second: more than any convolution reads at once
 LEAST, MOST = {"samples": 800}, 16000 * 600  # convolutions need some samples, and torch an end
 FRAMES = 90  # of the example's spectrum
+STATE = 1024  # samples of which Moonshine makes one state: 895
 
 
 def sound_call(model: Any, task: Task, mode: Any, dtype: torch.dtype) -> Call:
@@ -78,3 +82,33 @@ def _extents(config: Any, name: str) -> tuple[tuple[int, ...], Axes, str]:
 def _is_masked(config: Any, name: str) -> bool:
     """Models with group norms were trained without a mask, which transformers' feature extractors then leave out."""
     return name == "input_features" or getattr(config, "feat_extract_norm", "") == "layer"
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A family's sounds. `states`: the mask of the encoder's states, of that of its input; `taken`: as it takes it."""
+
+    settle: Callable[[Any], None]  # lets the model take `taken`, in place
+    states: Callable[[Any, Any], Any]
+    taken: Callable[[Any], Any]
+
+
+def heard(model: Any) -> Heard | None:
+    """How the sounds of `model` are masked; None if they have one length, as Whisper's."""
+    return family_of(model.config).sound
+
+
+def sounds(model: Any, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Axes], dict[str, tuple[int, int]]]:
+    """Example inputs, their axes, and the least and the largest extent of these."""
+    if model.main_input_name == "input_values":
+        inputs, axis, bounds = torch.zeros(BATCH, LENGTH, dtype=dtype), "samples", (STATE, MOST)
+    else:
+        width, most = int(model.config.input_feat_per_channel), int(model.config.max_source_positions)
+        inputs, axis, bounds = torch.zeros(BATCH, FRAMES, width, dtype=dtype), "spectrum_frames", (5, most)
+    axes: dict[str, Axes] = {model.main_input_name: ("batch", axis, *map(int, inputs.shape[2:]))}
+    mask = torch.ones(inputs.shape[:2], dtype=torch.long)
+    return (
+        {model.main_input_name: inputs, "attention_mask": mask},
+        axes | {"attention_mask": ("batch", axis)},
+        {axis: bounds},
+    )

@@ -19,6 +19,7 @@ from transformers.cache_utils import (
 )
 
 from bridge.sources.live_models.cache_layers import cache_layers
+from bridge.targets.onnx.export.family import family_of
 
 CONV, RECURRENT = "conv_state", "recurrent_state"  # as onnxruntime-genai names them
 INDEXER = "indexer_key"  # by which sparse attention chooses tokens (DeepSeek V3.2): [batch, tokens, features]
@@ -108,11 +109,8 @@ def slots(layer: Any) -> list[tuple[str, Any]] | None:
 
 
 def _empty(config: Any) -> StateCache:
-    if getattr(config, "model_type", "") != "minimax":
-        return StateCache()
-    from transformers.models.minimax.modeling_minimax import MiniMaxCache
-
-    cache: StateCache = type("LightningCache", (StateCache, MiniMaxCache), {})()  # its model takes no other
+    own = family_of(config).cache
+    cache: StateCache = own(StateCache) if own else StateCache()
     return cache
 
 

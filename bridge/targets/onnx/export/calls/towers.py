@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import create_bidirectional_mask
 
+from bridge.targets.onnx.export.family import family_of
 from bridge.targets.onnx.export.this_thread import for_this_thread
 
 MASK = "feature_attention_mask"
@@ -21,7 +22,7 @@ MASK = "feature_attention_mask"
 
 def image_rows(model: Any, pixel_values: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
     """Rows, width: the features of images in the order of their tokens. `beside`: what else the tower reads."""
-    make: Callable[..., torch.Tensor] = _IMAGES.get(model.config.model_type) or _features
+    make: Callable[..., torch.Tensor] = family_of(model.config).features or _features
     features = make(model, pixel_values, **beside)
     return features.reshape(-1, features.shape[-1])
 
@@ -47,28 +48,7 @@ def _whole(model: Any) -> Iterator[None]:
         del scope["list"]
 
 
-def _tiles(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Idefics3, without the images of zeros that fill up a batch, which never reach a graph."""
-    states = model.model.vision_model(pixel_values, return_dict=True).last_hidden_state
-    features: torch.Tensor = model.model.connector(states)
-    return features
-
-
-def _llama4(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
-    states = model.get_image_features(pixel_values, return_dict=True).last_hidden_state
-    features: torch.Tensor = model.multi_modal_projector(states.reshape(-1, states.shape[-1]))
-    return features
-
-
-def _one_image(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Mistral 3: the one image may have any size."""
-    size, layer = (pixel_values.shape[2], pixel_values.shape[3]), model.config.vision_feature_layer
-    made = model.model.vision_tower(pixel_values, image_sizes=[size], output_hidden_states=True, return_dict=True)
-    features: torch.Tensor = model.model.multi_modal_projector(_chosen(made, layer).squeeze(0), [size])
-    return features
-
-
-def _chosen(made: Any, layer: int | list[int]) -> torch.Tensor:
+def chosen_layers(made: Any, layer: int | list[int]) -> torch.Tensor:
     """What the layers of a tower made that a config chooses, beside each other."""
     return torch.cat([made.hidden_states[at] for at in ([layer] if isinstance(layer, int) else layer)], -1)
 
@@ -80,7 +60,7 @@ def tile_rows(model: Any, pixel_values: torch.Tensor, rows: torch.Tensor, weight
     """
     config = model.config
     made = model.model.vision_tower(pixel_values, output_hidden_states=True, return_dict=True)
-    states = _chosen(made, config.vision_feature_layer)
+    states = chosen_layers(made, config.vision_feature_layer)
     states = states[:, 1:] if config.vision_feature_select_strategy == "default" else states
     features = model.model.multi_modal_projector(states).flatten(0, 1)
     features = torch.cat([features, model.model.image_newline[None]])
@@ -124,9 +104,3 @@ def sound_rows(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Te
         attention_mask=(torch.arange(most) < frames[:, None]).long(),
     )
     return model.model.multi_modal_projector(tower(features, attention_mask=mask).last_hidden_state), lengths
-
-
-# Model type of transformers -> how the features are made, if not by `get_image_features` alone.
-_IMAGES: dict[str, Callable[..., torch.Tensor]] = {
-    "idefics3": _tiles, "smolvlm": _tiles, "llama4": _llama4, "mistral3": _one_image,
-}  # fmt: skip

@@ -1,6 +1,6 @@
-"""The calls of a decoder that reads images by cross-attention.
+"""Llama 3.2 Vision, whose decoder reads images by cross-attention.
 
-Llama 3.2 Vision. The tower's graph also computes the keys and values of cross-attention, once for its images; the
+The tower's graph also computes the keys and values of cross-attention, once for its images; the
 decoder takes them as they are at every step, beside its own cache.
 """
 
@@ -15,14 +15,14 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from bridge.targets.onnx.export.calls.states import filled
 from bridge.targets.onnx.export.calls.text import BATCH, PAST, SEQUENCE, Axes, Call, Flat
+from bridge.targets.onnx.export.family import Family
 
-TYPE = "mllama"
 EMBEDS, MASK = "inputs_embeds", "cross_attention_mask"
 KINDS = ("key", "value")
 IMAGES = 4  # of a row of the example: unlike every other extent of the examples
 
 
-def crossed_call(model: Any, part: str, mode: Any, dtype: torch.dtype) -> Call:
+def _call(model: Any, part: str, mode: Any, dtype: torch.dtype) -> Call:
     """Return the call of `part`: "vision", "embedding" or "decoder"."""
     if part == "embedding":
         return _embedding_call(model, mode)
@@ -154,3 +154,6 @@ def _width(text: Any) -> int:
 def _positions(model: Any) -> int:
     """How many positions of keys an image has: patches of all its tiles."""
     return int(model.config.vision_config.max_num_tiles * model.model.vision_model.num_patches)
+
+
+FAMILY = Family(call=_call)

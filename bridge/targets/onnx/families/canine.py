@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bridge.targets.onnx.export.methods.replace import Methods
+from bridge.targets.onnx.export.family import Family
 
 
 def _attend(
@@ -46,7 +46,9 @@ def _block_mask(self: Any, char_attention_mask: Any, downsampling_rate: int) -> 
     return whole.unflatten(1, (blocks, downsampling_rate)).amax(-1)
 
 
-METHODS: Methods = {
-    "CanineAttention": {"forward": _attend},
-    "CanineModel": {"_repeat_molecules": _repeat, "_downsample_attention_mask": _block_mask},
-}
+FAMILY = Family(
+    methods={
+        "CanineAttention": {"forward": _attend},
+        "CanineModel": {"_repeat_molecules": _repeat, "_downsample_attention_mask": _block_mask},
+    }
+)

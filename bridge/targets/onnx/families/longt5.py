@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bridge.targets.onnx.export.methods.replace import Methods
+from bridge.targets.onnx.export.family import Family
 
 
 class _Compared(TorchFunctionMode):
@@ -26,4 +26,4 @@ def _attend(self: Any, *args: Any, **given: Any) -> Any:
         return type(self).forward(self, *args, **given)
 
 
-METHODS: Methods = {"LongT5TransientGlobalAttention": {"forward": _attend}}
+FAMILY = Family(methods={"LongT5TransientGlobalAttention": {"forward": _attend}})

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bridge.targets.onnx.export.methods.replace import Methods
+from bridge.targets.onnx.export.family import Family
 
 
 def _visual_embed(self: Any, pixel_values: Any, pixel_mask: Any, max_image_length: int = -1) -> Any:
@@ -38,4 +38,4 @@ def _shares(place: Any, extent: Any, side: int) -> Any:
     return share
 
 
-METHODS: Methods = {"ViltEmbeddings": {"visual_embed": _visual_embed}}
+FAMILY = Family(methods={"ViltEmbeddings": {"visual_embed": _visual_embed}})

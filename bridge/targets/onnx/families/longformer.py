@@ -1,4 +1,4 @@
-"""Attention of Longformer and LED: within windows, and to global tokens.
+"""Longformer, whose tokens attend within windows and to global tokens; LED does, too.
 
 transformers pads a text to whole windows outside the attention, reads as a Python bool whether any token is global, and
 cuts overlapping chunks by strides. Here each block of half a window attends to itself and its two neighbours, whatever
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bridge.targets.onnx.export.methods.replace import Methods
+from bridge.targets.onnx.export.family import Family
 
 
 def _at(x: Any, places: Any) -> Any:
@@ -25,7 +25,7 @@ def _softmax(scores: Any, hidden: Any) -> Any:
     return scores.softmax(-1, dtype=torch.float32).type_as(scores)
 
 
-def _attend(
+def attend(
     self: Any,
     hidden_states: Any,
     is_index_masked: Any = None,
@@ -91,7 +91,7 @@ def _of_global(self: Any, hidden_states: Any, is_index_masked: Any, text: Any, a
     return answered.transpose(0, 1).flatten(1)
 
 
-def _masks(like: Any, attention_mask: Any, global_attention_mask: Any) -> dict[str, Any]:
+def masks_of(like: Any, attention_mask: Any, global_attention_mask: Any) -> dict[str, Any]:
     """Which tokens are padding, and which are global, and where these are."""
     shape = like.shape[:2]
     masked = torch.zeros(shape, dtype=torch.bool) if attention_mask is None else attention_mask == 0
@@ -114,7 +114,7 @@ def _longformer(
     from transformers.models.longformer.modeling_longformer import LongformerBaseModelOutputWithPooling
 
     states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)
-    masks = _masks(states, attention_mask, global_attention_mask)
+    masks = masks_of(states, attention_mask, global_attention_mask)
     for layer in self.encoder.layer:
         states = layer(states, **masks)[0]
     pooled = None if self.pooler is None else self.pooler(states)
@@ -129,27 +129,11 @@ def _answer(self: Any, input_ids: Any, attention_mask: Any = None, token_type_id
     return type(self).forward(self, input_ids, global_attention_mask=question, **given)
 
 
-def _led(
-    self: Any, input_ids: Any = None, attention_mask: Any = None, global_attention_mask: Any = None, **_: Any
-) -> Any:
-    from transformers.models.led.modeling_led import LEDEncoderBaseModelOutput
-
-    states = self.layernorm_embedding(self.embed_tokens(input_ids) + self.embed_positions(input_ids.shape))
-    masks = _masks(states, attention_mask, global_attention_mask)
-    for layer in self.layers:
-        states = layer(states, attention_mask=None, **masks)[0]
-    return LEDEncoderBaseModelOutput(last_hidden_state=states)
-
-
-METHODS: Methods = {
-    "LongformerSelfAttention": {"forward": _attend},
-    "LongformerModel": {"forward": _longformer},
-    "LongformerForQuestionAnswering": {"forward": _answer},
-    "LEDEncoderSelfAttention": {"forward": _attend},
-    "LEDEncoder": {"forward": _led},
-}
-
-
-def has_windows(model: Any) -> bool:
-    """Whether the number of tokens that attend everywhere decides extents inside its graph."""
-    return any(type(module).__name__ in METHODS for module in model.modules())
+FAMILY = Family(
+    methods={
+        "LongformerSelfAttention": {"forward": attend},
+        "LongformerModel": {"forward": _longformer},
+        "LongformerForQuestionAnswering": {"forward": _answer},
+    },
+    counted=True,
+)

@@ -1,4 +1,4 @@
-"""Answer questions about data that a graph cannot ask; outputs stay equal."""
+"""Clamp the states of a float16 graph always: it cannot ask whether all are finite."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-from bridge.targets.onnx.export.methods.replace import Methods
 
 
 @contextmanager
@@ -34,27 +32,3 @@ class _Asked(TorchFunctionMode):
 class _NotAll:
     def all(self) -> bool:
         return False
-
-
-class _Lengths:
-    """Of texts with a mask, by which XLM reads no more than that none is longer than the batch."""
-
-    def __init__(self, ids: Any) -> None:
-        self.shape, self.device = ids.shape[:1], ids.device
-
-    def size(self, axis: int) -> Any:
-        return self.shape[axis]
-
-    def max(self) -> _Lengths:
-        return self
-
-    def item(self) -> int:
-        return 0
-
-
-def _xlm(self: Any, input_ids: Any = None, attention_mask: Any = None, **given: Any) -> Any:
-    given["lengths"] = _Lengths(input_ids)
-    return type(self).forward(self, input_ids, attention_mask=attention_mask, **given)
-
-
-METHODS: Methods = {"XLMModel": {"forward": _xlm}}

@@ -1,4 +1,4 @@
-"""Make the archives of templates: python -m bridge.targets.onnx.export.templates.make [FAMILY ...]
+"""Make the archives of templates: python -m bridge.targets.onnx.families.templates [FAMILY ...]
 
 Each graph is the export of a sentinel, a config whose sizes are all different, and different from any other number of
 the graph. Run it when the exporter changes; tests compare what the archives give with exports.

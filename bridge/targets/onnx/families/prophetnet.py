@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers.models.prophetnet.modeling_prophetnet import compute_relative_buckets
 
-from bridge.targets.onnx.export.methods.replace import Methods
+from bridge.targets.onnx.export.family import Family
 
 
 def _decode(self: Any, past_key_values: Any = None, **given: Any) -> Any:
@@ -79,13 +79,15 @@ def _hide(hidden: Any, dtype: torch.dtype) -> Any:
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
 
 
-METHODS: Methods = {
-    "ProphetNetPositionalEmbeddings": {"forward": _positions},
-    "ProphetNetNgramSelfAttention": {"forward": _attend},
-    "ProphetNetDecoder": {
-        "forward": _decode,
-        "compute_buffered_relative_buckets": _buckets,
-        "prepare_attention_mask": _main_mask,
-        "prepare_predict_attention_mask": _other_masks,
-    },
-}
+FAMILY = Family(
+    methods={
+        "ProphetNetPositionalEmbeddings": {"forward": _positions},
+        "ProphetNetNgramSelfAttention": {"forward": _attend},
+        "ProphetNetDecoder": {
+            "forward": _decode,
+            "compute_buffered_relative_buckets": _buckets,
+            "prepare_attention_mask": _main_mask,
+            "prepare_predict_attention_mask": _other_masks,
+        },
+    }
+)
