@@ -14,9 +14,8 @@ from bridge.calibration.importance.sums import Channels, minitron_scores, output
 from bridge.calibration.importance.watch import ScoreWatch
 from bridge.core.files.matrices import AppendedFile
 from bridge.sources.pruned.choose import choose
-from bridge.sources.pruned.kept import At
+from bridge.sources.pruned.kept import At, Repaired
 from bridge.sources.pruned.opening import Cut
-from bridge.sources.pruned.repaired import Repaired
 from bridge.tables.expressions.picks import Positions, kept_positions
 
 

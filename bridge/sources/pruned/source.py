@@ -15,9 +15,8 @@ import numpy as np
 from bridge.core.output.names import PRUNING
 from bridge.core.values import TensorSpec
 from bridge.sources.live_models import loading
-from bridge.sources.pruned.kept import At, Kept
+from bridge.sources.pruned.kept import At, Kept, Repaired
 from bridge.sources.pruned.renumber import REPLACED, WHY, numbering, renumbered_config, renumbered_files
-from bridge.sources.pruned.repaired import Repaired
 from bridge.sources.pruned.sparse import PATTERN, Sparse
 from bridge.sources.pruned.summary import Pruning
 from bridge.sources.pruned.vocabulary import Vocabulary
