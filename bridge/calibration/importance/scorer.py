@@ -16,7 +16,7 @@ from bridge.core.files.matrices import AppendedFile
 from bridge.sources.pruned.choose import choose
 from bridge.sources.pruned.kept import At, Repaired
 from bridge.sources.pruned.opening import Cut
-from bridge.tables.expressions.picks import Positions, kept_positions
+from bridge.tables.expressions.selected_positions import Positions, kept_positions
 
 
 class Scorer:

@@ -18,7 +18,7 @@ from bridge.core.formats.safetensors import SafetensorsFile, file_bytes
 from bridge.core.parsing.limited import parse_json
 from bridge.core.values import TensorSpec
 from bridge.sources.pruned.sparse import Sparse
-from bridge.tables.expressions.picks import Positions
+from bridge.tables.expressions.selected_positions import Positions
 
 
 @dataclass(frozen=True)

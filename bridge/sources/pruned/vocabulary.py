@@ -17,7 +17,7 @@ from bridge.core.parsing.limited import parse_json
 from bridge.core.text import described, nearest
 from bridge.sources.side_files import TOKENIZER
 from bridge.sources.source import Source
-from bridge.tables.expressions.picks import Positions
+from bridge.tables.expressions.selected_positions import Positions
 
 FILE, CONFIG, SETTINGS = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 KINDS = ("BPE", "Unigram", "WordPiece", "WordLevel")
