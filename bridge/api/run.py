@@ -21,7 +21,7 @@ from bridge.core.text import SHOWN, fold_layers, number
 from bridge.core.values import TensorSpec
 from bridge.sources.config_json import read_json
 from bridge.sources.configs.positions import context_length, encoder_length
-from bridge.sources.configs.token_ids import TOKENIZER, TOKENIZER_CONFIG, token_ids
+from bridge.sources.configs.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_JSON, token_ids
 from bridge.streaming.written import OutputReader, open_written
 from bridge.targets import load_target
 from bridge.targets.generation import READS, TRANSCRIBES, Seeing, Settings, check_decoder, check_hears, check_sees
@@ -192,7 +192,7 @@ def _settings(text: str, tokens: int, temperature: float, seed: int, *, needs_te
 def _limited(settings: Settings, directory: Path, architecture: str, ids: list[int]) -> tuple[Settings, bool]:
     """The settings with the model's end tokens and within its context, and whether the context is what limits it."""
     config = read_json(directory / "config.json", f"{directory}/config.json")
-    files = {name: directory / name for name in (GENERATION, TOKENIZER_CONFIG, TOKENIZER)}
+    files = {name: directory / name for name in (GENERATION, TOKENIZER_CONFIG, TOKENIZER_JSON)}
     ends = token_ids(files).get("eos_token_id", config.get("eos_token_id"))
     stop = ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else []
     writes = architecture in classes_of(READS, TRANSCRIBES)  # then the ids are of the decoder
@@ -239,10 +239,10 @@ class _Tokens:
             raise CannotRun("running a model needs tokenizers: pip install 'qbridge[trt]'") from error
         self._directory = directory
         try:
-            self._tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
+            self._tokenizer = Tokenizer.from_file(str(directory / TOKENIZER_JSON))
         except Exception as error:  # tokenizers raises bare exceptions
             raise SourceError(
-                f"{directory / TOKENIZER} cannot be read as a tokenizer ({first_line(error)}); copy the "
+                f"{directory / TOKENIZER_JSON} cannot be read as a tokenizer ({first_line(error)}); copy the "
                 "model's there, or convert again with tokenizer= (--tokenizer)"
             ) from error
         self._decoded = DecodeStream(skip_special_tokens=True)

@@ -14,9 +14,8 @@ from bridge.calibration.walk.budget import tokens_of
 from bridge.core.errors import CalibrationError
 from bridge.core.progress import Progress, no_progress
 from bridge.core.values import Structure
-from bridge.sources.pruned.kept import At
+from bridge.sources.pruned.kept import At, Repaired
 from bridge.sources.pruned.opening import Cut
-from bridge.sources.pruned.repaired import Repaired
 from bridge.sources.pruned.scores import check_finite
 from bridge.sources.pruned.sparse import Sparse
 from bridge.sources.source import Source

@@ -10,7 +10,7 @@ from typing import Any
 from bridge.core.formats.gguf import Typed, u32
 from bridge.core.output.names import GENERATION
 from bridge.core.text import described
-from bridge.sources.configs.token_ids import TOKENIZER_CONFIG, token_ids
+from bridge.sources.configs.tokenizer_files import TOKENIZER_CONFIG, token_ids
 from bridge.targets.gguf.llama_cpp import token_rows
 from bridge.targets.gguf.tokenizer_file import ANEW, DEFAULT, JSON, Files, Part, Reading, TokenizerFile
 

@@ -1,4 +1,4 @@
-"""Find where the kept parts of roles lie in a tensor.
+"""Compute the positions in a tensor that the kept parts of its roles select.
 
 A row's ops order the positions of its roles; the same ops order the kept ones. So a tensor is cut without a rule of its
 own: fused, interleaved, transposed and stacked ones alike.
@@ -54,7 +54,7 @@ class Axes:
     names: Names
 
 
-def picked(expr: Expr, kept: Axes, whole: Axes) -> tuple[Positions, ...]:
+def selected_positions(expr: Expr, kept: Axes, whole: Axes) -> tuple[Positions, ...]:
     """Return where a smaller model's tensor lies in the whole one's: the positions along each stored axis."""
     starts = _starts(whole)
     old, new = _ordered(expr, whole, starts), _ordered(expr, kept, starts)

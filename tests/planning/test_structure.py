@@ -11,8 +11,8 @@ import torch
 
 import bridge
 from bridge.core.output import provenance
+from bridge.planning.structure import load_traced, store_traced
 from bridge.planning.trace import trace_structure
-from bridge.planning.trace_cache import load, store
 from bridge.sources.live_models import as_installed
 from bridge.sources.opening import open_source
 from tests.models.decoder_families import build
@@ -53,32 +53,32 @@ def test_the_second_plan_imports_no_torch(saved: Path, cache: Path) -> None:
 @pytest.mark.slow
 def test_what_is_recalled_is_what_was_traced(saved: Path, cache: Path) -> None:
     source = open_source(saved)
-    assert load(source) is None
+    assert load_traced(source) is None
     traced = trace_structure(source)
-    store(source, traced)
-    assert load(open_source(saved)) == traced
+    store_traced(source, traced)
+    assert load_traced(open_source(saved)) == traced
     assert [path.suffix for path in cache.iterdir()] == [".cached"]
 
 
 @pytest.mark.slow
 def test_another_config_or_other_tensors_are_not_taken_for_it(saved: Path, cache: Path) -> None:
     source = open_source(saved)
-    store(source, trace_structure(source))
-    assert load(open_source(saved, config={"num_attention_heads": 3})) is None
-    assert load(open_source(build(FAMILY, torch.float16))) is None
+    store_traced(source, trace_structure(source))
+    assert load_traced(open_source(saved, config={"num_attention_heads": 3})) is None
+    assert load_traced(open_source(build(FAMILY, torch.float16))) is None
 
 
 @pytest.mark.slow
 def test_a_damaged_file_is_traced_anew(saved: Path, cache: Path) -> None:
     source = open_source(saved)
     traced = trace_structure(source)
-    store(source, traced)
+    store_traced(source, traced)
     (path,) = cache.iterdir()
     path.write_bytes(path.read_bytes().replace(b"out_in", b"in_out"))
-    assert load(source) is None
+    assert load_traced(source) is None
     plan = bridge.plan(saved, target="trt", quant="int8_wo")
     assert plan.traced
-    assert load(source) == traced
+    assert load_traced(source) == traced
 
 
 @pytest.mark.slow
@@ -95,12 +95,12 @@ def test_other_packages_and_other_code_are_traced_anew(
     saved: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_source(saved)
-    store(source, trace_structure(source))
-    assert load(source) is not None
+    store_traced(source, trace_structure(source))
+    assert load_traced(source) is not None
     for name, value in {"code": lambda: "9", "installed": lambda _: "9"}.items():
         with monkeypatch.context() as other:
             other.setattr(provenance, name, value)
-            assert load(source) is None, name
+            assert load_traced(source) is None, name
 
 
 @pytest.mark.slow
@@ -111,10 +111,10 @@ def test_code_that_others_may_have_changed_stores_nothing_and_reads_nothing(
     traced = trace_structure(source)
     with monkeypatch.context() as patched:
         patched.setattr(as_installed, "models_are_as_installed", lambda: False)
-        store(source, traced)
+        store_traced(source, traced)
         assert not cache.exists()
-    store(source, traced)
+    store_traced(source, traced)
     with monkeypatch.context() as patched:
         patched.setattr(as_installed, "models_are_as_installed", lambda: False)
-        assert load(source) is None
-    assert load(source) == traced
+        assert load_traced(source) is None
+    assert load_traced(source) == traced
