@@ -5,6 +5,7 @@ from __future__ import annotations
 from bridge.api.sensitivity.job import Job
 from bridge.api.sensitivity.measure import Costs, structure_in
 from bridge.calibration.data import Data
+from bridge.calibration.job import CalibrationJob
 from bridge.calibration.requirements import check_device
 from bridge.calibration.walk.block_errors import ALL, BlockErrors, measure_block_errors
 from bridge.core.progress import Progress
@@ -16,7 +17,9 @@ def block_costs(job: Job, data: Data, device: str | None, report: Progress, ahea
     for scheme in job.schemes:
         check_device(scheme, device)
     found = [
-        measure_block_errors(job.source, structure_in(job, at), scheme, data, job.modules, device, report, ahead)
+        measure_block_errors(
+            CalibrationJob(job.source, structure_in(job, at), scheme, data, device, report), job.modules, ahead
+        )
         for at, scheme in enumerate(job.schemes)
     ]
     errors = {

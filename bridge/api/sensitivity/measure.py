@@ -17,6 +17,7 @@ from bridge.api.sensitivity.divergence import Divergence, Variant, mean_next_tok
 from bridge.api.sensitivity.job import Job
 from bridge.calibration.data import Data
 from bridge.calibration.gradient_scores import gradient_scores
+from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import FakeQuantized, fake_quantize
 from bridge.calibration.requirements import check_device
 from bridge.calibration.walk.toggles import Toggles, turned_on
@@ -86,7 +87,7 @@ def make_bench(job: Job, data: Data, device: str | None, report: Progress) -> Be
     source, calib = cast("Source", _Loaded(job.source)), replace(data, held_out=())
 
     made = [
-        fake_quantize(source, structure_in(job, at), scheme, calib, device=device, progress=report)
+        fake_quantize(CalibrationJob(source, structure_in(job, at), scheme, calib, device, report))
         for at, scheme in enumerate(job.schemes)
     ]
     copies = tuple(Toggles(q.model, q.plain.get_submodule, q.bindings, q.attention, job.modules) for q in made)
