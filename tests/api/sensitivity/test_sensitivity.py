@@ -20,10 +20,9 @@ from transformers import (  # noqa: E402
 
 import bridge  # noqa: E402
 from bridge.api import request as opening  # noqa: E402
-from bridge.api.sensitivity.divergence import Variant, kl, measure  # noqa: E402
-from bridge.api.sensitivity.job import make_job  # noqa: E402
+from bridge.api.sensitivity.divergence import Prefix, Variant, kl, measure  # noqa: E402
+from bridge.api.sensitivity.job import Question, make_job  # noqa: E402
 from bridge.api.sensitivity.measure import Bench, make_bench  # noqa: E402
-from bridge.api.sensitivity.prefix_cache import Prefix  # noqa: E402
 from bridge.calibration.data import Sampling  # noqa: E402
 from bridge.calibration.job import CalibrationJob  # noqa: E402
 from bridge.calibration.modelopt import fake_quantize  # noqa: E402
@@ -42,8 +41,7 @@ SMALL = {"samples": 4, "sequence": 64}  # one row of 64 tokens is held out
 
 
 def bench(quant: Any, model: Any = MODEL, data: Any = None, **words: Any) -> Bench:
-    given = {"budget": None, "fallback": None, "method": "kl", "kv": None} | words
-    job = make_job(model, quant, **given, config=None, tokenizer=None)
+    job = make_job(open_source(model), Question(quant, **words))
     sizes = SMALL if data is None else {"samples": None, "sequence": None}
     return make_bench(job, opening.data_of(job.source, data, Sampling(**sizes)), None, no_progress)
 
