@@ -10,13 +10,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
 from bridge.calibration.data import prepare  # noqa: E402
-from bridge.calibration.walk import parked  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
+from bridge.calibration.walk import offloaded  # noqa: E402
 from bridge.calibration.walk.budget import Room, calibration_need  # noqa: E402
-from bridge.calibration.walk.gauge import Options  # noqa: E402
-from bridge.calibration.walk.parked import Parked  # noqa: E402
+from bridge.calibration.walk.offloaded import Offloaded  # noqa: E402
+from bridge.calibration.walk.options import Options  # noqa: E402
 from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
 from bridge.calibration.walk.workers import device  # noqa: E402
-from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
@@ -32,10 +32,10 @@ class Host:
         self.copies = 0
         self._values: dict[int, torch.Tensor] = {}
         self._alive: list[torch.Tensor] = []
-        monkeypatch.setattr(parked, "HOST", "the host")
-        monkeypatch.setattr(parked, "SMALL", 0)
-        monkeypatch.setattr(parked, "to_host", self._take)
-        monkeypatch.setattr(parked, "to_device", lambda tensor, _: self._values[id(tensor)].clone())
+        monkeypatch.setattr(offloaded, "HOST", "the host")
+        monkeypatch.setattr(offloaded, "SMALL", 0)
+        monkeypatch.setattr(offloaded, "to_host", self._take)
+        monkeypatch.setattr(offloaded, "to_device", lambda tensor, _: self._values[id(tensor)].clone())
 
     def _take(self, tensor: torch.Tensor) -> torch.Tensor:
         self.copies += 1
@@ -65,7 +65,7 @@ def test_no_step_computes_with_an_activation_that_is_away(
     data = prepare(batches("Conditional" in family), source)
 
     def digest() -> str:
-        return calibrate_by_blocks(source, structure, scheme, data, None, no_progress).digest
+        return calibrate_by_blocks(CalibrationJob(source, structure, scheme, data)).digest
 
     expected = digest()
     host = Host(monkeypatch)
@@ -85,7 +85,7 @@ def test_experts_that_run_one_by_one_compute_with_no_activation_that_is_away(
     room = Room(calibration_need(source.specs, source.config, scheme).largest_bytes - 1, 0)
 
     def found() -> Calibration:
-        return calibrate_by_blocks(source, structure, scheme, data, None, no_progress, options=Options(room=room))
+        return calibrate_by_blocks(CalibrationJob(source, structure, scheme, data), Options(room=room))
 
     expected = found().to_bytes()
     Host(monkeypatch)
@@ -96,23 +96,23 @@ def test_a_tensor_moves_for_all_that_hold_it_and_is_copied_again_if_written_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     host, tensor = Host(monkeypatch), torch.arange(6.0)
-    states, held = Parked("cpu"), {"mask": (tensor, None)}
-    states.park(held)
+    states, held = Offloaded("cpu"), {"mask": (tensor, None)}
+    states.offload(held)
     assert bool(tensor.isnan().all()) and held["mask"][0] is tensor
-    states.fetch()
+    states.restore()
     assert tensor.tolist() == [0, 1, 2, 3, 4, 5]
-    states.park()
-    states.fetch()
+    states.offload()
+    states.restore()
     assert host.copies == 1
     tensor += 1
-    states.park()
-    states.fetch()
+    states.offload()
+    states.restore()
     assert host.copies == 2 and tensor.tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_an_expanded_tensor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    host, states = Host(monkeypatch), Parked("cpu")
-    states.park(torch.ones(1, 4).expand(3, 4), torch.ones(8)[:4])
+    host, states = Host(monkeypatch), Offloaded("cpu")
+    states.offload(torch.ones(1, 4).expand(3, 4), torch.ones(8)[:4])
     assert host.copies == 0
 
 

@@ -10,7 +10,6 @@ from bridge.calibration.quantizers import QuantizerBinding
 from bridge.calibration.statistics import FakeModel
 from bridge.calibration.walk.budget import Room
 from bridge.calibration.walk.states import Spill
-from bridge.calibration.walk.workers.processes import Workers
 
 
 class Watch(Protocol):
@@ -30,8 +29,8 @@ class Watch(Protocol):
         """Return a loop over the data, watched; its model holds some of the modules."""
 
 
-class Gauge(Protocol):
-    """Measures each block on the held-out inputs after ModelOpt has calibrated it; answers are not kept then."""
+class Probe(Protocol):
+    """Measures each block on the held-out inputs after ModelOpt has calibrated it; outputs are not kept then."""
 
     def ready(self, model: Any) -> None:
         """Look at a model before it is cut into blocks."""
@@ -51,12 +50,11 @@ class Options:
     """How a walk runs.
 
     `ahead`: read the next block while one runs: memory holds two. `spill`: where activations go that memory does not
-    hold. `room`: what fits; None for every block. `workers`: the processes that share the batches.
+    hold. `room`: what fits; None for every block.
     """
 
     ahead: bool = False
     spill: Spill | None = None
     room: Room | None = None
-    workers: Workers | None = None
     watch: Watch | None = None
-    gauge: Gauge | None = None
+    probe: Probe | None = None

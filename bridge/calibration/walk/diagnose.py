@@ -1,4 +1,4 @@
-"""Find what makes NaN or infinity in a block."""
+"""Find the module that makes NaN or infinity in a block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def why_block_nan(
     """
     with torch.no_grad(), NanFinder(module, block) as finder:
         for batch, _ in runs:
-            batch.parked.park()
+            batch.offloaded.offload()
     first = finder.first
     return blame(first.module or block, first.value, first.parameter or first_broken(experts)) if first else ""
 

@@ -15,7 +15,7 @@ HOST = "cpu"
 SMALL = STAYS  # positions, masks of short rows
 
 
-class Parked:
+class Offloaded:
     """Keeps the activations of a waiting forward in pinned memory of the host.
 
     A forward holds its tensors in local variables, too. So a tensor moves by its `data`: whoever holds it sees the
@@ -25,9 +25,9 @@ class Parked:
 
     def __init__(self, device: str, shared: Set[int] = frozenset()) -> None:
         self._device, self._shared = torch.device(device), shared
-        self._kept: list[_Kept] = []
+        self._kept: list[_Tensor] = []
 
-    def park(self, *values: Any) -> None:
+    def offload(self, *values: Any) -> None:
         """Move the large tensors that a forward hands out, and those that it handed out before, off the device."""
         if self._device.type == HOST:
             return
@@ -36,45 +36,45 @@ class Parked:
         for tensor in tensors_in(values):
             if id(tensor) not in known and tensor.nbytes >= SMALL and self._moves(tensor):
                 known.add(id(tensor))
-                self._kept.append(_Kept(weakref.ref(tensor)))
+                self._kept.append(_Tensor(weakref.ref(tensor)))
         for kept in self._kept:
-            kept.leave()
+            kept.offload()
 
     def _moves(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has memory of its own; one that is expanded, or a part of another, frees none by moving."""
         storage = tensor.untyped_storage()
         return storage.nbytes() == tensor.nbytes and storage.data_ptr() not in self._shared
 
-    def fetch(self) -> None:
+    def restore(self) -> None:
         """Put all of them back on the device."""
         for kept in self._kept:
-            kept.come(self._device)
+            kept.restore(self._device)
 
 
-class _Kept:
+class _Tensor:
     """A tensor and its copy in the host's memory, which is made anew if the tensor was written to."""
 
     def __init__(self, tensor: weakref.ref[torch.Tensor]) -> None:
         self.tensor = tensor
         self._copy: torch.Tensor | None = None
         self._version = 0
-        self._away = False
+        self._offloaded = False
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         tensor = self.tensor()
-        if tensor is None or self._away:
+        if tensor is None or self._offloaded:
             return
         if self._copy is None or tensor._version != self._version:
             self._copy = to_host(tensor)
         tensor.data = self._copy
-        self._away = True
+        self._offloaded = True
 
-    def come(self, device: torch.device) -> None:
+    def restore(self, device: torch.device) -> None:
         tensor = self.tensor()
-        if tensor is None or not self._away or self._copy is None:
+        if tensor is None or not self._offloaded or self._copy is None:
             return
         tensor.data = to_device(self._copy, device)
-        self._version, self._away = tensor._version, False
+        self._version, self._offloaded = tensor._version, False
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
