@@ -81,8 +81,8 @@ GROUPS = {
         "tests/sources/dialects/test_megatron_names.py", "tests/targets/dcp/test_megatron.py",
         "tests/sources/weights/test_dcp_megatron.py", "tests/workflows/inspect/test_layers.py",
         "tests/workflows/inspect/test_dialects.py", "tests/workflows/inspect/test_ranks.py",
-        "tests/api/test_nemo_distill.py", "tests/workflows/prune/test_nemo.py",
-        "tests/workflows/prune/test_live_megatron.py", "tests/workflows/prune/test_modelopt_prune.py",
+        "tests/compat/test_nemo_distill.py", "tests/compat/test_nemo_prune.py",
+        "tests/compat/test_live_megatron.py", "tests/workflows/prune/test_modelopt_prune.py",
     ),
     "torchtitan": (
         "tests/sources/test_torchtitan.py", "tests/sources/test_meta.py", "tests/targets/dcp/test_torchtitan.py",
