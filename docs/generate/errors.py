@@ -117,7 +117,7 @@ def _inspect() -> None:
 
 
 def _nemo(**config: object) -> None:
-    from bridge.workflows.prune.nemo import PruningConfig, prune_language_model
+    from bridge.compat.nemo_prune import PruningConfig, prune_language_model
 
     prune_language_model(SOURCE, PruningConfig(**config))
 
@@ -134,7 +134,7 @@ EXAMPLES: dict[str, Example] = {
         "Correct the two configs. It is an `AssertionError` too, as in NeMo.",
     ),
     "PruningValueError": Example(
-        "PruningConfig(drop_layers=[4], target_num_layers=4)   # of bridge.workflows.prune.nemo",
+        "PruningConfig(drop_layers=[4], target_num_layers=4)   # of bridge.compat.nemo_prune",
         lambda: _nemo(drop_layers=[4], target_num_layers=4),
         "Name the layers, or their number. It is a `ValueError` too, as in NeMo.",
     ),

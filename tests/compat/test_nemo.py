@@ -27,8 +27,8 @@ from transformers import (  # noqa: E402
 )
 
 import bridge  # noqa: E402
-from bridge.api import nemo  # noqa: E402
-from bridge.api.nemo import ExportConfig, QuantizationConfig, Quantizer  # noqa: E402
+from bridge.compat import nemo  # noqa: E402
+from bridge.compat.nemo import ExportConfig, QuantizationConfig, Quantizer  # noqa: E402
 from bridge.core.errors import PlanError, SourceError, WriteError  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402

@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import bridge  # noqa: E402
+from bridge.compat.nemo_prune import PruningConfig, prune, prune_language_model  # noqa: E402
 from bridge.core.errors import BridgeError  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
-from bridge.workflows.prune.nemo import PruningConfig, prune, prune_language_model  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 
 IDS = torch.randint(3, 90, (8, 24), generator=torch.Generator().manual_seed(0))

@@ -22,9 +22,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bridge.api.nemo_configs import DTYPES, SCHEMES, ExportConfig, QuantizationConfig, QuantizerError, read
 from bridge.api.plans import plan
 from bridge.api.verbs import convert, fake_quantize
+from bridge.compat.nemo_configs import DTYPES, SCHEMES, ExportConfig, QuantizationConfig, QuantizerError, read
 from bridge.core.errors import BridgeError, SourceError, WriteError, drop_notes
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.load import load_scheme

@@ -17,9 +17,9 @@ pytest.importorskip("modelopt.torch.quantization")
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel  # noqa: E402
 
-from bridge.api.tripy import UnknownMode, load_quant_weights_from_hf, load_weights_from_hf, modelopt_quantize  # noqa: E402
+from bridge.compat.tripy import UnknownMode, load_quant_weights_from_hf, load_weights_from_hf, modelopt_quantize  # noqa: E402
 from bridge.core.errors import BridgeError, CannotRun, PlanError, SourceError, UsageError  # noqa: E402
-from tests.api.nanogpt import gpt  # noqa: E402
+from tests.compat.nanogpt import gpt  # noqa: E402
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "models" / "tiny-gpt2"
 IDS = torch.randint(0, 1290, (2, 70), generator=torch.Generator().manual_seed(8))

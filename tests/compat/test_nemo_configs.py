@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bridge.api.nemo import ExportConfig, QuantizationConfig, Quantizer
+from bridge.compat.nemo import ExportConfig, QuantizationConfig, Quantizer
 from bridge.core.errors import UsageError
 
 ONE = ({"algorithm": "fp8", "decoder_type": "llama"}, {"decoder_type": "llama", "save_path": "out"})  # NeMo 1's words

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 pytest.importorskip("modelopt.torch.distill")
 
-from bridge.api.nemo_distill import (  # noqa: E402
+from bridge.compat.nemo_distill import (  # noqa: E402
     DistillationConfig,
     adjust_distillation_model_for_mcore,
     load_distillation_config,

@@ -21,7 +21,7 @@ datasets = pytest.importorskip("datasets")
 from modelopt.torch.utils import dataset_utils  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel  # noqa: E402
 
-from bridge.api.tripy import (  # noqa: E402
+from bridge.compat.tripy import (  # noqa: E402
     MODES,
     NoSuchAttribute,
     UnknownMode,
@@ -354,6 +354,8 @@ def test_a_quantizer_of_a_quantized_model_is_reached_and_gives_the_examples_scal
 
 
 def test_importing_the_doors_loads_no_framework() -> None:
-    code = "import bridge.api.tripy, sys; print(sorted({'torch', 'numpy', 'modelopt', 'nvtripy'} & set(sys.modules)))"
+    code = (
+        "import bridge.compat.tripy, sys; print(sorted({'torch', 'numpy', 'modelopt', 'nvtripy'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr
