@@ -32,7 +32,7 @@ _HOME = {
     "BatchReport": "bridge.workflows.batch.report",
     "sensitivity": "bridge.api.sensitivity.run",
     "inspect": "bridge.workflows.inspect.verbs",
-    "inspecting": "bridge.workflows.inspect.verbs",
+    "inspecting": "bridge.workflows.inspect.live",
     "Inspection": "bridge.workflows.inspect.result",
     "Sensitivity": "bridge.api.sensitivity.result",
     "Plan": "bridge.planning.plan",
@@ -52,7 +52,7 @@ _HOME = {
 }
 
 _PACKAGES = {
-    "dlfw": "bridge.workflows.inspect.dlfw",
+    "dlfw": "bridge.workflows.inspect.te.dlfw",
     "errors": "bridge.core.errors",
     "golden": "bridge.workflows.golden",
     "targets": "bridge.targets",
@@ -87,9 +87,10 @@ if TYPE_CHECKING:
     from bridge.workflows.batch.run import batch
     from bridge.workflows.chain.run import chain
     from bridge.workflows.distill.verbs import distill
-    from bridge.workflows.inspect import dlfw as dlfw
+    from bridge.workflows.inspect.live import inspecting
     from bridge.workflows.inspect.result import Inspection
-    from bridge.workflows.inspect.verbs import inspect, inspecting
+    from bridge.workflows.inspect.te import dlfw as dlfw
+    from bridge.workflows.inspect.verbs import inspect
     from bridge.workflows.prune.search import search
     from bridge.workflows.prune.searched import Searched
     from bridge.workflows.prune.verbs import prune, pruned
