@@ -28,7 +28,7 @@ _HOME = {
     "BatchReport": "bridge.workflows.batch.report",
     "sensitivity": "bridge.api.sensitivity.run",
     "inspect": "bridge.workflows.inspect.verbs",
-    "inspecting": "bridge.workflows.inspect.verbs",
+    "inspecting": "bridge.workflows.inspect.live",
     "Inspection": "bridge.workflows.inspect.result",
     "Sensitivity": "bridge.api.sensitivity.result",
     "Plan": "bridge.planning.plan",
@@ -48,7 +48,7 @@ _HOME = {
 }
 
 _PACKAGES = {
-    "dlfw": "bridge.workflows.inspect.dlfw",
+    "dlfw": "bridge.workflows.inspect.te.dlfw",
     "errors": "bridge.core.errors",
     "golden": "bridge.workflows.golden",
     "targets": "bridge.targets",

@@ -29,10 +29,10 @@ from bridge.workflows.batch.report import BatchReport as BatchReport
 from bridge.workflows.batch.run import batch as batch
 from bridge.workflows.chain.run import chain as chain
 from bridge.workflows.distill.verbs import distill as distill
-from bridge.workflows.inspect import dlfw as dlfw
+from bridge.workflows.inspect.live import inspecting as inspecting
 from bridge.workflows.inspect.result import Inspection as Inspection
+from bridge.workflows.inspect.te import dlfw as dlfw
 from bridge.workflows.inspect.verbs import inspect as inspect
-from bridge.workflows.inspect.verbs import inspecting as inspecting
 from bridge.workflows.prune.search import search as search
 from bridge.workflows.prune.searched import Searched as Searched
 from bridge.workflows.prune.verbs import prune as prune

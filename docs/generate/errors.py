@@ -110,7 +110,7 @@ def _batch() -> None:
 
 
 def _inspect() -> None:
-    from bridge.workflows.inspect.config.read import read_config
+    from bridge.workflows.inspect.te.read import read_config
 
     section = {"enabled": True, "layers": {"layer_type": "all"}, "bridge": {"LogTensorStat": {"enabled": True}}}
     read_config({"everything": section})
@@ -214,7 +214,7 @@ EXAMPLES: dict[str, Example] = {
         "Give the directory that `convert` wrote, and the model that was converted.",
     ),
     "InspectError": Example(
-        'read_config("config.yaml")   # of bridge.workflows.inspect.config',
+        'read_config("config.yaml")   # of bridge.workflows.inspect.te',
         _inspect,
         "Correct the lines that the message names. It lists all mistakes of the file, before a model is loaded.",
     ),
