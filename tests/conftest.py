@@ -154,9 +154,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
     """Say how many float graphs were loaded and exported."""
-    shared = config._tmp_path_factory.getbasetemp() / "shared"  # type: ignore[attr-defined]
-    for line in kept_graphs.report(shared, exitstatus == 0):
-        terminalreporter.write_line(line)
+    if factory := getattr(config, "_tmp_path_factory", None):
+        for line in kept_graphs.report(factory.getbasetemp() / "shared", exitstatus == 0):
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")
