@@ -48,7 +48,7 @@ def graphs_once(shared_directory: Path) -> Iterator[None]:
     """The float graph of a config is loaded, or exported once a run: no weight, scheme or calibration decides it."""
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-    from bridge.targets.trt.graph import export
+    from bridge.targets.onnx.export import export
     from tests.models.graphs import export_once
 
     with pytest.MonkeyPatch.context() as patch:
@@ -74,9 +74,10 @@ GROUPS = {
     ),
     "diffusers": ("tests/targets/hf/test_diffusion.py", "tests/targets/trt/test_denoisers.py"),
     "graphs": (
-        "tests/targets/trt/test_export.py", "tests/targets/trt/test_sites.py", "tests/targets/trt/test_trt_oracle.py",
+        "tests/targets/onnx/export/test_export.py", "tests/targets/onnx/write/test_sites.py",
+        "tests/targets/trt/test_trt_oracle.py",
     ),
-    "megatron": (
+    "server": (  # tests/oracles/server.py
         "tests/sources/test_megatron.py", "tests/sources/test_megatron_untrusted.py", "tests/sources/test_oracles.py",
         "tests/sources/quantized/test_megatron.py",
         "tests/sources/dialects/test_megatron_names.py", "tests/targets/dcp/test_megatron.py",
@@ -84,8 +85,7 @@ GROUPS = {
         "tests/workflows/inspect/test_dialects.py", "tests/workflows/inspect/test_ranks.py",
         "tests/api/test_nemo_distill.py", "tests/workflows/prune/test_nemo.py",
         "tests/workflows/prune/test_live_megatron.py", "tests/workflows/prune/test_modelopt_prune.py",
-    ),
-    "torchtitan": (
+        "tests/sources/configs/test_configs.py", "tests/sources/weights/test_dcp.py",
         "tests/sources/test_torchtitan.py", "tests/sources/test_meta.py", "tests/targets/dcp/test_torchtitan.py",
     ),
 }  # fmt: skip

@@ -36,10 +36,11 @@ ARCHIVES, WAITING = ROOT / "tests" / "graphs", ROOT / "build" / "graphs"
 ENDING, ABOUT = ".tar.xz", "about.json"
 # The code that decides a graph, beside its request: a change of it renews all. A path that is gone fails the tests.
 CODE = (
-    "bridge/targets/trt/graph", "bridge/sources/live_models", "bridge/targets/generation.py",
-    "bridge/targets/trt/tiles.py", "bridge/sources/configs/diffusion.py", "bridge/core/dtypes.py",
+    "bridge/targets/onnx/export", "bridge/targets/onnx/families", "bridge/sources/live_models", "mappings/tasks.toml",
+    "bridge/targets/onnx/run/tiles.py", "bridge/sources/configs/diffusion.py", "bridge/core/dtypes.py",
 )  # fmt: skip
-OTHER_CODE = ("bridge/targets/trt/graph/templates", "bridge/targets/trt/graph/cached.py")  # in CODE, exports nothing
+# Of CODE, what exports nothing.
+OTHER_CODE = ("bridge/targets/onnx/export/templates", "bridge/targets/onnx/export/cached.py")
 PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "numpy", "ml-dtypes", "sympy")
 ROUNDED = 1e-6  # processors round the frequencies of rotary embeddings otherwise
 
@@ -99,8 +100,8 @@ class Request:
 
     def content(self) -> bytes:
         """The exported graph."""
-        from bridge.targets.trt.graph.export import export_graph
-        from bridge.targets.trt.graph.float_graph import plain_bytes
+        from bridge.targets.onnx.export.export import export_graph
+        from bridge.targets.onnx.export.float_graph import plain_bytes
 
         options = {**self.options, "image": self.options["image"] and tuple(self.options["image"])}
         return plain_bytes(export_graph(dict(self.fields), **options), {})
@@ -110,7 +111,7 @@ class Request:
         from bridge.sources.configs.diffusion import is_diffusion
         from bridge.sources.live_models.as_installed import replaced
         from bridge.sources.live_models.meta_device import resolve_config
-        from bridge.targets.trt.graph.tasks import choose_task, model_class
+        from bridge.targets.onnx.export.tasks import choose_task, model_class
 
         if needed_later or is_diffusion(self.fields):  # diffusers is no package of this environment
             return False

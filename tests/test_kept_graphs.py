@@ -142,8 +142,8 @@ def test_last_bits_of_floats_alone_may_differ_between_machines() -> None:
 
 
 def test_a_test_that_replaces_code_of_the_exporter_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.targets.trt.graph import naming
+    from bridge.targets.onnx.export import naming
 
     assert [*kept_graphs._replaced()] == []
     monkeypatch.setattr(naming, "name_by_structure", lambda model: None)
-    assert [*kept_graphs._replaced()] == ["bridge.targets.trt.graph.naming.name_by_structure"]
+    assert [*kept_graphs._replaced()] == ["bridge.targets.onnx.export.naming.name_by_structure"]

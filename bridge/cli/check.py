@@ -99,7 +99,7 @@ def _lint(path: Path) -> list[str]:
         findings = [*target.lint(path, plan), *target.audit(path), *altered(path, manifest)]
         return _with_values(findings, (open_written(path / name, plan) for name in plan.files))
     from bridge.core.formats.safetensors import SafetensorsFile
-    from bridge.targets.trt.files import graphs
+    from bridge.targets.onnx.files import graphs
 
     if (path / "rank0.safetensors").is_file():
         from bridge.targets.trtllm.lint import lint as lint_ranks
@@ -115,10 +115,10 @@ def _lint(path: Path) -> list[str]:
         from bridge.targets.gguf.lint import lint as lint_gguf
 
         return [finding for file in files for finding in _with_values(lint_gguf(file), map(GgufFile, [file]))]
+    from bridge.targets.onnx.lint import RULES, lint
+    from bridge.targets.onnx.lint.model import read_model
     from bridge.targets.ort import RULES as ORT_RULES
     from bridge.targets.ort.edit import MICROSOFT
-    from bridge.targets.trt.lint import RULES, lint
-    from bridge.targets.trt.lint.model import read_model
 
     # ONNX Runtime's own operators, which target ort writes: TensorRT's rules are not for such a graph
     fused = any(node.domain == MICROSOFT for node in read_model(graph, None).nodes)

@@ -95,7 +95,7 @@ def open_adapted(
     if is_peft_model(model):
         if base is not None:
             raise UsageError("base= (--base): a PeftModel has its base; leave it out")
-        from bridge.sources.adapted.live import unwrapped
+        from bridge.sources.adapted.adapter import unwrapped
         from bridge.sources.memory import open_model as open_memory
 
         whole, adapter = unwrapped(model)

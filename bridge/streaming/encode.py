@@ -124,7 +124,7 @@ def _converted(
             bits = multiplied(bits, spec.dtype, factor[part.first : part.stop])
         largest = float(np.abs(to_float32(bits, spec.dtype)).max())
         if not np.isfinite(largest):
-            reader = step.folded[0] if step.folded else step.taken[0].reader
+            reader = step.folded[0] if step.folded else step.feeds_as_writer[0].reader
             raise SourceError(
                 f"{spec.name}: times the pre-scale of {reader} it does not fit {spec.dtype}; convert from "
                 "another dtype, or keep these modules with a recipe"

@@ -90,7 +90,7 @@ class _Check:
             case Layout.ROWS | Layout.WHOLE | Layout.EXPERTS:
                 rows += [] if self.scales.hidden(step) else [self._quantized(step, buffers)]
             case Layout.PLAIN:
-                folded = step.folded or step.taken
+                folded = step.folded or step.feeds_as_writer
                 return [row for row in (self._folded(step) if folded else self._plain(step, buffers)) if row]
             case Layout.SCALES:
                 pass

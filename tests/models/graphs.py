@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from bridge.sources.opening import open_source
-from bridge.targets.trt.graph import export
-from bridge.targets.trt.graph.export import export_graph
-from bridge.targets.trt.graph.float_graph import Graph, from_plain_bytes, plain_bytes
+from bridge.targets.onnx.export import export
+from bridge.targets.onnx.export.export import export_graph
+from bridge.targets.onnx.export.float_graph import Graph, from_plain_bytes, plain_bytes
 from tests import kept_graphs, once
 from tests.kept_graphs import Request
 

@@ -16,7 +16,7 @@ from bridge.sources.pruned.source import PrunedSource
 from bridge.sources.source import Delegate, Source
 from bridge.tables.architectures.match import Matched
 from bridge.tables.architectures.structure import layout_of
-from bridge.tables.expressions.picks import Positions
+from bridge.tables.expressions.selected_positions import Positions
 
 WIDTHS = ("ffn", "moe_ffn", "shared_ffn", "heads", "kv_heads")  # a zero column of their reader silences a part
 

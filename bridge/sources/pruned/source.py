@@ -15,16 +15,15 @@ import numpy as np
 from bridge.core.output.names import PRUNING
 from bridge.core.values import TensorSpec
 from bridge.sources.live_models import loading
-from bridge.sources.pruned.kept import At, Kept
+from bridge.sources.pruned.kept import At, Kept, Repaired
 from bridge.sources.pruned.renumber import REPLACED, WHY, numbering, renumbered_config, renumbered_files
-from bridge.sources.pruned.repaired import Repaired
 from bridge.sources.pruned.sparse import PATTERN, Sparse
 from bridge.sources.pruned.summary import Pruning
 from bridge.sources.pruned.vocabulary import Vocabulary
 from bridge.sources.source import Source, Wrapped
 from bridge.tables.architectures.match import Entry, Matched, entries_of, numbered
-from bridge.tables.expressions.picks import Axes, Positions, kept_positions, picked
 from bridge.tables.expressions.regions import Array
+from bridge.tables.expressions.selected_positions import Axes, Positions, kept_positions, selected_positions
 
 _GAP_BYTES = 64 << 10  # rows that nobody wants are read too if they lie between others and are fewer bytes
 _PIECE_BYTES = 8 << 20  # read at once, before it is cut
@@ -201,7 +200,7 @@ class PrunedSource(Wrapped):
             return last[1]
         assert entry.row.expr
         kept, whole = (self._axes(entry, layer, expert, cut) for cut in (True, False))
-        positions = picked(entry.row.expr, kept, whole)
+        positions = selected_positions(entry.row.expr, kept, whole)
         if repaired := self.repaired.get(stored):
             cut = repaired.cut
             positions = (*positions[:cut], np.arange(len(positions[cut])), *positions[cut + 1 :])

@@ -112,9 +112,9 @@ def _run_with_taps(
     directory: Path, steps: Iterable[Step], feeds: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Inner values of an ONNX file, as additional outputs, and its output."""
-    from bridge.targets.trt.encoder_decoder import feeds_of
-    from bridge.targets.trt.layer_error import places
-    from bridge.targets.trt.runtime import Runtime
+    from bridge.targets.onnx.run.encoder_decoder import feeds_of
+    from bridge.targets.onnx.run.layer_error import places
+    from bridge.targets.onnx.run.runtime import Runtime
 
     of_steps = list(steps)
     tapped: dict[str, np.ndarray] = {}

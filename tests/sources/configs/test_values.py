@@ -9,10 +9,10 @@ import pytest
 
 from bridge.core.errors import SourceError
 from bridge.core.values import TensorSpec
-from bridge.sources.configs.declared import megatron_told
 from bridge.sources.configs.derive import Declared, hf_config
 from bridge.sources.configs.facts import Fact
 from bridge.sources.configs.meta import meta_told
+from bridge.sources.configs.writers import megatron_told
 from tests.models.megatron_configs import megatron_lm, nemo1, nemo2
 from tests.models.megatron_families import FAMILIES
 from tests.sources.configs.test_configs import native

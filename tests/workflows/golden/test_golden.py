@@ -19,7 +19,7 @@ from bridge.core.dtypes import K_QUANTS
 from bridge.core.errors import GoldenError, UsageError
 from bridge.core.formats.safetensors import SafetensorsFile, file_bytes, read_header
 from bridge.quant.schemes.catalog import scheme_names
-from bridge.targets.trt import layer_error
+from bridge.targets.onnx.run import layer_error
 from bridge.workflows.golden import reference_run
 from bridge.workflows.golden.differences import Differences, compare_outputs, lines
 from bridge.workflows.golden.reconvert import arguments
