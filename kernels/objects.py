@@ -55,7 +55,7 @@ def _made_once(module: str, directory: Path, linked: bool) -> Path:
     """Compile a file, in one process at a time: the others wait, and find it."""
     from bridge.core.output import cache as files
 
-    with files.making("kernels", files.digest_of([str(directory), file_name(module, level()), linked])):
+    with files.exclusively("kernels", files.digest_of([str(directory), file_name(module, level()), linked])):
         if found := _found(module, directory, linked):
             return found
         made = _compiled(module, directory, linked)

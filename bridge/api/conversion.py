@@ -336,6 +336,6 @@ def _beside(request: Request, out: Path) -> Path:
     """Where a process that does not write keeps finished blocks: beside the output, or beside where it is made."""
     if request.out is None or not is_remote(request.out):
         return work_directory(out.absolute())
-    from bridge.core.remote.upload import made_at
+    from bridge.core.remote.upload import staging_path
 
-    return made_at(request.out).parent.with_suffix(".partial")
+    return staging_path(request.out).parent.with_suffix(".partial")

@@ -32,7 +32,7 @@ def cache(terminal: Terminal, clear: bool) -> None:
         now = time.time()
         table = [(cache.KINDS[e.kind], e.what, e.key, size(e.bytes), age(now - e.used)) for e in entries]
         terminal.print(Columns(("kept", "of", "key", "size", "last used"), table, (3,), wrap=False), "")
-    if not entries and (why := cache.why_nothing_is_kept()):
+    if not entries and (why := cache.why_disabled()):
         terminal.print(f"nothing is kept: {why}")
         return
     total = f"{number(len(entries), 'file')}, {size(sum(entry.bytes for entry in entries))}"

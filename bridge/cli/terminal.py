@@ -112,7 +112,7 @@ def session(*, debug: bool = False, quiet: bool = False, silent: bool = False) -
     except BridgeError as error:
         if debug:
             traceback.print_exc(file=err)
-        told = error.told_elsewhere
+        told = error.reported_elsewhere
         problem = "" if told else "\n  ".join([f"{type(error).__name__}: {error}", *notes_of(error)])
         code = error.exit_code
     except (KeyboardInterrupt, Stopped) as stop:

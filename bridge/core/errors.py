@@ -20,11 +20,11 @@ MAX_MESSAGE = 16_384  # characters of a message: names come from files, and one 
 class BridgeError(Exception):
     """Base of all errors in the input; the command line returns `exit_code`.
 
-    `told_elsewhere`: another process of the same run prints it.
+    `reported_elsewhere`: another process of the same run prints it.
     """
 
     exit_code = 1
-    told_elsewhere = False
+    reported_elsewhere = False
 
     def __str__(self) -> str:
         """Return the message for a terminal: names come from files and may have control characters."""
@@ -155,7 +155,7 @@ def is_unreachable(error: BaseException | None) -> bool:
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """What was added to an error on its way: where the finished part of the work is kept."""
+    """The notes of an error: where the finished part of the work is."""
     return list(getattr(error, "__notes__", ()))
 
 
@@ -174,7 +174,7 @@ def reason(error: OSError) -> str:
 
 
 class BridgeWarning(UserWarning):
-    """What a user should know before work begins; the command line prints it on stderr."""
+    """A warning before work begins; the command line prints it on stderr."""
 
 
 def warn(text: str) -> None:

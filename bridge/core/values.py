@@ -123,7 +123,7 @@ class Numeric:
 
     @property
     def largest_scale(self) -> float:
-        """What the largest of NVFP4's block scales is in FP8: the one above them is amax / (maxbound * this).
+        """The largest of NVFP4's block scales in FP8: the scale above them is amax / (maxbound * this).
 
         Blocks of 32 are W4A8_NVFP4_FP8's, whose kernel turns code * block scale into FP8: the product may be 448.
         """

@@ -115,7 +115,7 @@ def _sized(inputs: PlanInputs, steps: list[Step], dropped: dict[str, str]) -> Pl
         side_files=tuple(name for name in sorted(source.side_files) if name not in own),
         notes=(
             *target.notes(structure, inputs.options),
-            *([scheme.told] if scheme and scheme.told else []),
+            *([scheme.note] if scheme and scheme.note else []),
             *_expert_notes(scheme, steps),
             *passthrough_notes(source.quantized, scheme, steps),
         ),

@@ -89,7 +89,7 @@ class HeldOut:
 
 @dataclass(frozen=True, repr=False)
 class Calibration(Displayed):
-    """Statistics by checkpoint module name, all float32, and what calibration chose of weights.
+    """Statistics by checkpoint module name, all float32, and the codes and scales that calibration computed.
 
     `input_amax` (): max |x| of the input; under SmoothQuant and W4A8 of the smoothed input, as ModelOpt rounds it.
     `smoothing_amax` (in,): max |x| per `in` before smoothing (ModelOpt's `_amax_for_smoothing`).

@@ -43,7 +43,7 @@ def contract_words(format_: Format) -> str:
 
 
 def scale_words(format_: Format) -> str:
-    """What the scale of a block follows from, for the expressions of a plan."""
+    """The formula of a block's scale, for the expressions of a plan."""
     return "calibration: clip * amax" if format_.clipped else format_.weight[0].search or "amax"
 
 

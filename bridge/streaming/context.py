@@ -1,4 +1,4 @@
-"""The values that stages share once the plan is made."""
+"""Values that the stages after planning share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Sink = Callable[[Output, np.ndarray[Any, np.dtype[Any]], int], None]
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What a target returns after writing: policies by tensor, what was skipped and why, notes."""
+    """The result of writing a target: policies by tensor, what was skipped and why, notes."""
 
     policies: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class WriteResult:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a finished step reports.
+    """The result of one step.
 
     `policy`: how an unusual weight was handled, "" if it was not unusual. `spread`: the largest over the smallest amax
     of the steps that share a scale, None if the step shares none.

@@ -22,7 +22,7 @@ from bridge.quant.codec.arrays import amax as amax_by_block
 from bridge.quant.codec.encode import Encoder, encode
 from bridge.quant.codec.scales import TINY
 from bridge.quant.smoothing import RANGE, Smoothing, mean_scale, multiplied
-from bridge.streaming.chosen import chosen_rows
+from bridge.streaming.calibrated_codes import calibrated_rows
 from bridge.streaming.context import ConversionContext, Sink, StepResult
 from bridge.streaming.experts import write_experts
 from bridge.streaming.passthrough import copy_step
@@ -160,7 +160,7 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
     outputs = {output.part: output for output in step.outputs}
     wide, cut = _widened(step)
     spec, rows, prepared = prepared_weight(wide, context, buffers)
-    chosen = chosen_rows(step, context.source, context.calibration, amax)
+    chosen = calibrated_rows(step, context.source, context.calibration, amax)
     encoder = Encoder(
         step.format.weight,
         spec.dtype,
@@ -219,7 +219,7 @@ def encode_whole(step: Step, context: ConversionContext, buffers: Buffers, amax:
     outputs = {output.part: output for output in step.outputs}
     spec, rows, prepared = prepared_weight(step, context, buffers)
     bits = prepared.whole(step, rows)
-    chosen = chosen_rows(step, context.source, context.calibration, amax)
+    chosen = calibrated_rows(step, context.source, context.calibration, amax)
     arrays = encode(
         bits,
         spec.dtype,
@@ -243,7 +243,7 @@ def encode_whole(step: Step, context: ConversionContext, buffers: Buffers, amax:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What happens to the rows of a weight before they are coded.
+    """The preparation of the rows of a weight before they are encoded.
 
     `factor`: of each row, that of another matrix's pre-scale. `smoothing`: of the weight's own input.
     """

@@ -1,12 +1,10 @@
-"""Measure the time and the kept memory of each module."""
+"""Measure the time and the memory of each module."""
 
 from __future__ import annotations
 
 import time
 import weakref
-from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -55,7 +53,7 @@ class CostMeter(ModTracker):
 
     def __init__(self, root: Module) -> None:
         super().__init__(root)
-        self._root, self._saved = root, ExitStack()
+        self._root = root
         self._costs: dict[str, Cost] = {}
         self._held: set[int] = set()
         self._storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
@@ -72,15 +70,8 @@ class CostMeter(ModTracker):
             tensors = [*self._root.parameters(), *self._root.buffers()]
             self._held = {storage.data_ptr() for storage in map(_storage_of, tensors) if storage is not None}
             self._waits = any(tensor.device.type not in ("cpu", "meta") for tensor in tensors)
-            self._saved.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+            self._entered.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, traceback)
-        if self._depth == 0:
-            self._saved.close()
 
     def _pre_fw(self, frame: Frame, args: Any) -> None:
         super()._pre_fw(frame, args)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -49,7 +47,7 @@ class NotFinite:
 
 
 class NanFinder(ModTracker):
-    """Looks at what each module is given and returns while it is entered, until one makes a NaN or an infinity.
+    """Checks the inputs and outputs of each module while it is entered, until one makes a NaN or an infinity.
 
     `first`: what it found, None so far. A module is told by its path in `root`, behind `path`, that of `root` in a
     model. Every value is read once or twice, so that it is for runs that failed. Of a module's inputs and outputs all
@@ -69,7 +67,7 @@ class NanFinder(ModTracker):
         super().__init__()
         self._names = Names(root, path)
         self.first: NotFinite | None = None
-        self._root, self._weights = root, ExitStack()
+        self._root = root
         self._blamed = "", -1  # the full name of the module, and the backward
 
     def __enter__(self) -> Self:
@@ -79,15 +77,8 @@ class NanFinder(ModTracker):
                 for key, parameter in module.named_parameters(recurse=False):
                     if parameter.requires_grad:
                         handle = hook(parameter, partial(self._parameter_gradient, module, key))
-                        self._weights.callback(handle.remove)
+                        self._entered.callback(handle.remove)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, traceback)
-        if self._depth == 0:
-            self._weights.close()
 
     def _pre_fw(self, frame: Frame, args: Any) -> None:
         super()._pre_fw(frame, args)

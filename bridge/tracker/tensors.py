@@ -1,4 +1,4 @@
-"""Find the tensors in what a module is given and returns."""
+"""Find the tensors in the inputs and outputs of a module."""
 
 from __future__ import annotations
 

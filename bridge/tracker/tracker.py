@@ -1,4 +1,4 @@
-"""Tell which module runs, in forward and in backward."""
+"""Track which module runs, in forward and in backward."""
 
 from __future__ import annotations
 

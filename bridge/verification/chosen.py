@@ -9,11 +9,13 @@ import numpy as np
 from bridge.core.values import Numeric
 from bridge.quant.codec.arrays import Array, amax, matrix, transposed
 from bridge.quant.codec.decode import values
-from bridge.quant.codec.encode import Chosen
+from bridge.quant.codec.encode import CalibratedCodes
 from bridge.verification.weight_error import ErrorSums
 
 
-def chosen_values(bits: Array, dtype: str, chosen: Chosen, numeric: Numeric, layout: str, above: float) -> Array:
+def chosen_values(
+    bits: Array, dtype: str, chosen: CalibratedCodes, numeric: Numeric, layout: str, above: float
+) -> Array:
     """Return the float32 values of chosen codes under the scales that were chosen, or that a weight's maxima give.
 
     bits: some rows of the weight, or all of it; codes have the same axes.  above: the scale above chosen scales.

@@ -21,7 +21,7 @@ from bridge.quant.codec.arrays import Array, cast
 from bridge.quant.codec.decode import as_values
 from bridge.quant.smoothing import Smoothing, mean_scale, row_factor
 from bridge.sources.source import Source
-from bridge.streaming.chosen import ChosenRows, chosen_rows
+from bridge.streaming.calibrated_codes import CalibratedRows, calibrated_rows
 from bridge.streaming.passthrough import copied_constants
 from bridge.streaming.scales import importance_of, input_modules, row_factor_of, smoothing_of
 
@@ -106,11 +106,11 @@ class ExpectedScales:
         """The weights of errors with which codes of a slice were searched; None if no calibration says them."""
         return None if self._calibration is None else importance_of(step, part, self._calibration)
 
-    def chosen(self, step: Step, source: Source) -> ChosenRows | None:
+    def chosen(self, step: Step, source: Source) -> CalibratedRows | None:
         """What was chosen of the weight of a step; None if nothing was, or if no calibration has it."""
         if self._calibration is None or self.copies(step):
             return None
-        return chosen_rows(step, source, self._calibration)
+        return calibrated_rows(step, source, self._calibration)
 
     def above(self, step: Step) -> float:
         """The scale above the blocks under which calibration chose theirs; 1 without such scales."""

@@ -22,7 +22,7 @@ READERS = (
 LIMIT = re.compile(r"^(?P<name>MAX_[A-Z_]*) = (?P<value>[^#\n]+?)  # (?P<why>.+)$", re.M)
 # Limits of our own work, not of a file: rows per system call, connections that are kept, ranks that a message names.
 OURS = (
-    ("bridge/core/files/scatter.py", "MAX_ROWS"),
+    ("bridge/core/files/span.py", "MAX_ROWS"),
     ("bridge/core/remote/connections.py", "MAX_OPEN"),
     ("bridge/sources/weights/ranks.py", "MAX_SHOWN"),
 )

@@ -26,7 +26,7 @@ def make():
     while not (folder / "go").exists():
         time.sleep(0.01)
     return "a model", b"content"
-print(cache.made_once("graphs", cache.digest_of("a"), make, bytes.decode))
+print(cache.get_or_make("graphs", cache.digest_of("a"), make, bytes.decode))
 """
 
 
@@ -37,8 +37,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def once(body: bytes = b"content") -> bytes:
-    """What `made_once` returns for KEY, with `body` where it is made."""
-    return cache.made_once("graphs", KEY, lambda: ("a model", body), bytes)
+    """What `get_or_make` returns for KEY, with `body` where it is made."""
+    return cache.get_or_make("graphs", KEY, lambda: ("a model", body), bytes)
 
 
 def started(folder: Path) -> subprocess.Popen[str]:
@@ -138,7 +138,7 @@ def test_a_home_that_this_user_cannot_enter_is_told(folder: Path, monkeypatch: p
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "exists", exists)
-    assert "cannot be reached: Permission denied; set XDG_CACHE_HOME" in cache.why_nothing_is_kept()
+    assert "cannot be reached: Permission denied; set XDG_CACHE_HOME" in cache.why_disabled()
 
 
 def test_processes_that_need_one_entry_make_it_once(folder: Path, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_threads_that_need_one_entry_make_it_once(folder: Path) -> None:
         assert go.wait(60)
         return "a model", b"content"
 
-    threads = [threading.Thread(target=cache.made_once, args=("graphs", KEY, make, bytes)) for _ in range(3)]
+    threads = [threading.Thread(target=cache.get_or_make, args=("graphs", KEY, make, bytes)) for _ in range(3)]
     for thread in threads:
         thread.start()
     assert begun.wait(60)
@@ -197,7 +197,7 @@ def test_nobody_waits_forever_for_a_stopped_process(
 
 def test_what_fails_while_it_is_made_is_not_stored_and_is_made_by_the_next(folder: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        cache.made_once("graphs", KEY, lambda: ("a model", bytes(1 // 0)), bytes)
+        cache.get_or_make("graphs", KEY, lambda: ("a model", bytes(1 // 0)), bytes)
     assert list(folder.iterdir()) == []
     assert once() == b"content"
 
@@ -205,7 +205,7 @@ def test_what_fails_while_it_is_made_is_not_stored_and_is_made_by_the_next(folde
 def test_clearing_removes_the_lock_of_a_killed_process_and_of_no_other(folder: Path) -> None:
     cache.store("graphs", KEY, "a model", b"content")
     (folder / f"{KEY[:32]}.lock").touch()
-    with cache.making("graphs", OTHER):
+    with cache.exclusively("graphs", OTHER):
         cache.clear()
         assert [path.name for path in folder.iterdir()] == [f"{OTHER[:32]}.lock"]
 
@@ -238,7 +238,7 @@ def test_an_entry_that_cannot_be_used_is_made_anew(folder: Path) -> None:
         return body
 
     cache.store("graphs", KEY, "a model", b"of another form")
-    assert cache.made_once("graphs", KEY, lambda: ("a model", b"content"), read) == b"content"
+    assert cache.get_or_make("graphs", KEY, lambda: ("a model", b"content"), read) == b"content"
     assert cache.load("graphs", KEY) == b"content"
 
 
@@ -251,7 +251,7 @@ def test_who_waits_for_another_process_says_so(folder: Path, tmp_path: Path) -> 
         waits.append(1)
         threading.Timer(5 * cache.POLL, (tmp_path / "go").touch).start()
 
-    assert cache.made_once("graphs", KEY, lambda: ("a model", b"mine"), bytes, waiting) == b"content"
+    assert cache.get_or_make("graphs", KEY, lambda: ("a model", b"mine"), bytes, waiting) == b"content"
     assert waits == [1]
     assert first.wait(60) == 0
 

@@ -63,7 +63,7 @@ def looked(*answers: bytes) -> RemoteStat | None:
     """What is found out of a file that a server answers so about."""
     said = iter(answers)
     asker = client(lambda request: (next(said, b""), True), tries=1)
-    return asker.look(Address("http://server/a", {}))
+    return asker.stat(Address("http://server/a", {}))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_letters_of_the_address_that_a_server_sends_on_to_are_spelled_out() -> N
         onward = b"HTTP/1.1 302 Found\r\nLocation: /\xe9 b\r\nContent-Length: 0\r\n\r\n"
         return (onward if len(asked) == 1 else HEAD + b"Content-Range: bytes 0-1/2\r\n\r\nab"), True
 
-    found = client(answer, tries=1).look(Address("http://server/a", {}))
+    found = client(answer, tries=1).stat(Address("http://server/a", {}))
     assert found and found.head == b"ab"
     assert asked == [b"/a", b"/%C3%A9%20b"]
 
@@ -189,5 +189,5 @@ def test_a_user_in_the_address_that_a_server_sends_on_to_reaches_no_header() -> 
         onward = b"HTTP/1.1 302 Found\r\nLocation: http://user:secret@h/x\r\nContent-Length: 0\r\n\r\n"
         return (onward if len(asked) == 1 else HEAD + b"Content-Range: bytes 0-1/2\r\n\r\nab"), True
 
-    assert client(answer, tries=1).look(Address("http://server/a", {}))
+    assert client(answer, tries=1).stat(Address("http://server/a", {}))
     assert b"\r\nHost: h\r\n" in asked[1] and b"secret" not in asked[1]

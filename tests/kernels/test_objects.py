@@ -196,12 +196,12 @@ def test_what_is_compiled_by_others_meanwhile_is_taken(cached: Path, monkeypatch
     away = cached.rename(cached.with_name("away"))
 
     @contextmanager
-    def making(kind: str, key: str) -> Iterator[None]:
+    def exclusively(kind: str, key: str) -> Iterator[None]:
         assert kind == "kernels" and key
         away.rename(cached)
         yield
 
-    monkeypatch.setattr(cache, "making", making)
+    monkeypatch.setattr(cache, "exclusively", exclusively)
     assert objects.stored("smooth") == cached
 
 

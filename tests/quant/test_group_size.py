@@ -21,12 +21,12 @@ def model(*widths: int) -> tuple[Structure, dict[str, TensorSpec]]:
 def test_the_largest_size_that_divides_all_is_taken(widths: tuple[int, ...], size: int) -> None:
     scheme = with_dividing_blocks(load_scheme("int4_awq"), *model(*widths))
     assert [one.block for one in scheme.weight] == [(size,)]
-    assert bool(scheme.told) == (size != 128)
+    assert bool(scheme.note) == (size != 128)
 
 
 def test_the_first_matrix_that_asks_for_it_is_told() -> None:
-    told = with_dividing_blocks(load_scheme("int4_wo"), *model(256, 192)).told
-    assert told.startswith("INT4 blocks of 64 instead of 128: layers.1 has in = 192")
+    note = with_dividing_blocks(load_scheme("int4_wo"), *model(256, 192)).note
+    assert note.startswith("INT4 blocks of 64 instead of 128: layers.1 has in = 192")
 
 
 def test_schemes_without_blocks_of_int4_stay() -> None:

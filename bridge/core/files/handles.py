@@ -10,7 +10,7 @@ from pathlib import Path
 from bridge.core.arrays import np
 from bridge.core.errors import SourceError
 from bridge.core.remote.path import Handle, remote
-from bridge.core.remote.store import is_page
+from bridge.core.remote.store import is_html
 
 HEAD = 65536  # one read covers the header of all but the largest shards
 PIECE = 64 << 20  # bytes of one system call, so that Ctrl-C works within some tens of milliseconds
@@ -87,5 +87,5 @@ def refuse_pointer(path: Path, head: bytes) -> None:
         raise SourceError(f"{path}: a Git-LFS pointer instead of weights; run `git lfs pull` in its directory")
     if not head:
         raise SourceError(f"{path}: an empty file; download it again")
-    if is_page(head):
+    if is_html(head):
         raise SourceError(f"{path}: a web page instead of weights (a failed download?); download it again")

@@ -1,4 +1,4 @@
-"""What files of weights have in common."""
+"""The base class of weight files."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def directory(kind: str) -> Path:
     return (base if base.is_absolute() else Path.home() / ".cache") / "qbridge" / kind
 
 
-def why_nothing_is_kept() -> str:
+def why_disabled() -> str:
     """Return why no entry can be stored for this user; "" if it can."""
     try:
         place = directory("")
@@ -112,7 +112,7 @@ def make_room(kind: str) -> None:
 
 
 @contextmanager
-def making(kind: str, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+def exclusively(kind: str, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Keep other processes and threads from making the same entry during the block: they wait, and then find it.
 
     `waiting` is called once if another makes it. The system drops the lock of a process that ends. Who waits for
@@ -128,20 +128,20 @@ def making(kind: str, key: str, waiting: Callable[[], None] = lambda: None) -> I
             os.close(fd)
 
 
-def made_once(
+def get_or_make(
     kind: str,
     key: str,
     make: Callable[[], tuple[str, bytes]],
     read: Callable[[bytes], T],
     waiting: Callable[[], None] = lambda: None,
 ) -> T:
-    """What is read of the content under `key`; without a usable one it is made, in one process at a time, and stored.
+    """Return the entry of `key`; if there is no usable one, make and store it, in one process at a time.
 
-    `make`: what, content. `read`: ValueError for a content that is not usable. `waiting`: see `making`.
+    `make`: what, content. `read`: ValueError for a content that is not usable. `waiting`: see `exclusively`.
     """
     with suppress(ValueError):
         return _read(kind, key, read)
-    with making(kind, key, waiting):
+    with exclusively(kind, key, waiting):
         with suppress(ValueError):
             return _read(kind, key, read)
         what, body = make()
@@ -150,7 +150,7 @@ def made_once(
 
 
 def entries() -> list[Entry]:
-    """What the cache holds, by kind, the last used first; compiled kernels are files of another form."""
+    """The entries of the cache, by kind, the last used first; compiled kernels are files of another form."""
     found = []
     for kind in KINDS:
         for path in _files(kind, _name_of(kind)):
@@ -162,7 +162,7 @@ def entries() -> list[Entry]:
 
 
 def clear() -> list[Entry]:
-    """Remove what the cache holds and return it; other files stay. OSError if a file cannot be removed."""
+    """Remove all entries and return them; other files stay. OSError if a file cannot be removed."""
     removed = entries()
     for entry in removed:
         entry.path.unlink(missing_ok=True)

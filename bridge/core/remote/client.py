@@ -35,14 +35,14 @@ class Client:
         self._answered = False
         self._silent = ""  # the error of a server that never answered
 
-    def look(self, address: Address) -> RemoteStat | None:
-        """The first bytes of a file and what the server says of it; None if there is no such file."""
+    def stat(self, address: Address) -> RemoteStat | None:
+        """The metadata and the first bytes of a file; None if there is no such file."""
 
         def once() -> RemoteStat | None:
             if self._silent:
                 raise SourceError(self._silent)
             with closing(self._asked(address, 0, HEAD)) as answer:
-                return answer.look(HEAD)
+                return answer.stat(HEAD)
 
         return self._again(address, once, lambda: 0, first=True)
 

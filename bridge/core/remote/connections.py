@@ -109,7 +109,7 @@ class Connections:
         self._managers: dict[str, urllib3.PoolManager] = {}  # by proxy
         self._proxies: dict[tuple[str, str], str] = {}  # by server: finding it takes as long as the rest of a request
 
-    def ask(self, url: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
+    def get(self, url: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
         """The head of the answer to GET; raises what urllib3 raises."""
         proxy = self.proxy(urlsplit(url))
         if proxy not in self._managers:

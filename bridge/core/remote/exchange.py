@@ -109,8 +109,8 @@ class Exchange:
         self._answer.close()
         self._answer.release_conn()
 
-    def look(self, nbytes: int) -> RemoteStat | None:
-        """What the server says of the file, with `nbytes` of its content; None if there is no such file."""
+    def stat(self, nbytes: int) -> RemoteStat | None:
+        """The metadata of the file, with `nbytes` of its content; None if there is no such file."""
         if self.status in MISSING:
             return None
         total, ranges = self._total(), self.status != 200
@@ -152,7 +152,7 @@ class Exchange:
     def _ask(self, url: str, headers: dict[str, str]) -> None:
         self._url = url
         try:
-            self._answer = self._connections.ask(url, {"User-Agent": "qbridge", **headers})
+            self._answer = self._connections.get(url, {"User-Agent": "qbridge", **headers})
         except BROKEN as error:
             raise self._why(error) from _root(error)
         self.status, self._headers = self._answer.status, self._answer.headers

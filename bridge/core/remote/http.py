@@ -20,7 +20,7 @@ from bridge.core.parsing.limited import parse_json
 from bridge.core.remote.client import Client
 from bridge.core.remote.exchange import WEB_PAGE, WHOLE_FILES, Address, RefusedError
 from bridge.core.remote.readers import result, start
-from bridge.core.remote.store import RemoteStat, Store, is_page
+from bridge.core.remote.store import RemoteStat, Store, is_html
 
 TOGETHER = 8  # requests at once while names are asked for
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -154,10 +154,10 @@ class HttpStore(WebStore):
     def _ask(self, names: Iterable[str], needed: bool = False) -> dict[str, RemoteStat]:
         """Those of the files that are there. A refusal means "not there" for a file that is not `needed`."""
 
-        def look(name: str) -> RemoteStat | None:
+        def stat_of(name: str) -> RemoteStat | None:
             with gate:
                 try:
-                    return self._client.look(self.address(name))
+                    return self._client.stat(self.address(name))
                 except RefusedError as error:
                     if needed:
                         raise
@@ -168,14 +168,14 @@ class HttpStore(WebStore):
         try:
             for at in range(0, len(every), 64):  # a thread each, of which `TOGETHER` ask
                 some = every[at : at + 64]
-                asked: list[Future[RemoteStat | None]] = [start(partial(look, name)) for name in some]
-                for name, future in zip(some, asked, strict=True):
+                futures: list[Future[RemoteStat | None]] = [start(partial(stat_of, name)) for name in some]
+                for name, future in zip(some, futures, strict=True):
                     if stat := result(future, self.given_up, self.where):
                         found[name] = stat
         except BaseException:  # a signal too
             self.given_up.set()
             raise
-        if pages := [name for name in found if name.endswith((".json", *FILES)) and is_page(found[name].head)]:
+        if pages := [name for name in found if name.endswith((".json", *FILES)) and is_html(found[name].head)]:
             raise SourceError(f"{self.address(pages[0]).where}: {WEB_PAGE}")
         if unread := [name for name in found if not found[name].ranges and name.endswith(FILES)]:
             raise SourceError(f"{self.address(unread[0]).where}: {WHOLE_FILES}")

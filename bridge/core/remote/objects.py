@@ -97,7 +97,7 @@ class Bucket:
     def _list(self, store: Any) -> dict[str, RemoteStat]:
         rows: dict[str, RemoteStat] = {}
         for some in self._obs.list(store, prefix=self._root or None):
-            rows.update((meta["path"], _look(meta)) for meta in some)
+            rows.update((meta["path"], _stat(meta)) for meta in some)
             if len(rows) > MAX_LISTED:
                 raise OSError(f"more than {MAX_LISTED} files")
         # Placeholders of folders are not files, nor is what a store lists beside the prefix that it was asked for.
@@ -110,17 +110,17 @@ class Bucket:
         }
         if not found and self._root:
             with suppress(FileNotFoundError):
-                found[""] = _look(self._obs.head(store, self._root))
+                found[""] = _stat(self._obs.head(store, self._root))
         return found
 
     def read(self, name: str, begin: int, end: int) -> tuple[RemoteStat, Any]:
-        """What the store now says of an object, and its bytes from `begin` on: at least one, and none after `end`."""
+        """The present metadata of an object, and its bytes from `begin` on: at least one, and none after `end`."""
         with _plain():
             got = self._obs.get(self._store, self._path(name), options={"range": (begin, min(end, begin + REQUEST))})
-            return _look(got.meta), got.bytes()
+            return _stat(got.meta), got.bytes()
 
-    def look(self, name: str) -> RemoteStat:
-        return _call(lambda: _look(self._obs.head(self._store, self._path(name))))
+    def stat(self, name: str) -> RemoteStat:
+        return _call(lambda: _stat(self._obs.head(self._store, self._path(name))))
 
     def put(self, name: str, content: bytes | Path) -> None:
         _call(lambda: self._obs.put(self._store, self._path(name), content, chunk_size=PART))
@@ -161,7 +161,7 @@ class FsspecFolder:
             self._fs.invalidate_cache()
             found = self._fs.find(self._root, detail=True)
             return {
-                path.removeprefix(self._root).lstrip("/"): _look(info)
+                path.removeprefix(self._root).lstrip("/"): _stat(info)
                 for path, info in found.items()
                 if f"{path}/".startswith(f"{self._root}/") and not path.endswith("/")
             }
@@ -169,11 +169,11 @@ class FsspecFolder:
     def read(self, name: str, begin: int, end: int) -> tuple[RemoteStat, Any]:
         with _plain(every=True):
             data = self._fs.cat_file(f"{self._root}/{name}", start=begin, end=end)
-        return self.look(name), data  # in this order: the bytes are of no later version
+        return self.stat(name), data  # in this order: the bytes are of no later version
 
-    def look(self, name: str) -> RemoteStat:
+    def stat(self, name: str) -> RemoteStat:
         with _plain(every=True):
-            return _look(self._fs.info(f"{self._root}/{name}"))
+            return _stat(self._fs.info(f"{self._root}/{name}"))
 
     def put(self, name: str, content: bytes | Path) -> None:
         with _plain(every=True):
@@ -292,7 +292,7 @@ def _az(bucket: str) -> tuple[dict[str, Any], Any]:
     return config, None
 
 
-def _look(info: Mapping[str, Any]) -> RemoteStat:
+def _stat(info: Mapping[str, Any]) -> RemoteStat:
     """What a store says of an object."""
     tag = next((info[key] for key in TAGS if info.get(key)), "")
     if not tag and "last_modified" in info:  # obstore's: a listing may have the fraction of the second
@@ -339,7 +339,7 @@ def unsigned(error: BaseException) -> str:
 
 
 def problem(url: str, doing: str, error: BaseException, kind: type[BridgeError]) -> BridgeError:
-    """What a store said, as one sentence that tells what to do."""
+    """A store's error as one sentence with its remedy."""
     scheme = store_of(url)
     if isinstance(error, PermissionError):
         return kind(

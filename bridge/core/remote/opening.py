@@ -14,7 +14,7 @@ from bridge.core.remote.store import Store
 
 
 def open_remote(url: str) -> Path:
-    """List what lies at an address; SourceError says why it cannot be.
+    """List the files at an address; SourceError if that fails.
 
     >>> (open_remote("s3://bucket/llama") / "config.json").read_bytes()  # doctest: +SKIP
     """

@@ -65,17 +65,17 @@ class RemoteFile:
     name: str
 
     @property
-    def look(self) -> RemoteStat:
+    def stat(self) -> RemoteStat:
         return self.tree.store.files[self.name]
 
     @property
     def nbytes(self) -> int:
-        return self.look.nbytes
+        return self.stat.nbytes
 
     @property
     def identity(self) -> tuple[int, int, int, int]:
         """Differs for another file, and after a change: as `identity` of local files."""
-        look = self.look
+        look = self.stat
         return 0, 0, look.nbytes, _number(look.tag or self.tree.opened)
 
     def read_into(self, out: memoryview, begin: int) -> int:
@@ -87,7 +87,7 @@ class RemoteFile:
     def read_at(self, count: int, begin: int) -> bytes:
         """Bytes of a header or an index: fewer at the end of the file."""
         count = max(0, min(count, self.nbytes - begin))
-        head, store = self.look.head, self.tree.store
+        head, store = self.stat.head, self.tree.store
         if begin + count <= len(head):
             return head[begin : begin + count]
         out = bytearray(count)

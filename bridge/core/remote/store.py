@@ -12,7 +12,7 @@ from bridge.core.text import first_of
 
 
 class RemoteStat(NamedTuple):
-    """What a store says of a file: `tag` changes with its content, `ranges` is whether parts of it are served.
+    """Metadata of a remote file: `tag` changes with its content, `ranges` is whether parts of it are served.
 
     `head`: its first bytes, if they came with the answer.
     """
@@ -44,6 +44,6 @@ def check_names(names: Iterable[str], where: str) -> None:
         )
 
 
-def is_page(head: bytes) -> bool:
-    """Tell whether the first bytes of a file are those of a web page."""
+def is_html(head: bytes) -> bool:
+    """Whether the first bytes of a file are those of a web page."""
     return head.lstrip()[:9].lower().startswith((b"<!doctype", b"<html"))

@@ -47,14 +47,14 @@ REFUSED = {
 def sending(url: str, overwrite: bool, progress: Progress) -> Iterator[Outgoing]:
     """Convert into `local` while the block runs; then it is sent. No other run has `local` until that has ended."""
     where = check_out(url)
-    with owning(made_at(url).parent, where) as holding:
+    with owning(staging_path(url).parent, where) as holding:
         outgoing = Outgoing(where, folder(checked(url)), holding)
         try:
             outgoing.begin(overwrite)
             yield outgoing
             outgoing.send(progress)
         except BaseException as error:
-            if not outgoing.is_made():
+            if not outgoing.is_staged():
                 outgoing.give_up()
                 raise
             if isinstance(error, BridgeError):
@@ -76,8 +76,8 @@ def check_out(url: str) -> str:
     return where
 
 
-def made_at(out: str | Path) -> Path:
-    """Where an output is made: there itself, or, before an upload, in a hidden directory of the current one."""
+def staging_path(out: str | Path) -> Path:
+    """Return where an output is written: at `out`, or, before an upload, in a hidden directory of the current one."""
     if not is_remote(out):
         return Path(out)
     where = shown(str(out))
@@ -90,12 +90,14 @@ def check_replaceable(url: str, overwrite: bool, replacing: str = REPLACING) -> 
 
     `replacing`: see `bridge.core.output.replace.check_free`.
     """
-    Outgoing(check_out(url), folder(checked(url)), read_holding(made_at(url).parent)).look(overwrite, replacing)
+    Outgoing(check_out(url), folder(checked(url)), read_holding(staging_path(url).parent)).existing(
+        overwrite, replacing
+    )
 
 
 def tidy(url: str) -> None:
     """Remove what a killed run left here of an output that is whole there, unless another run owns it."""
-    directory = made_at(url).parent
+    directory = staging_path(url).parent
     if directory.is_dir():
         where = check_out(url)
         with suppress(WriteError, OSError), owning(directory, where) as holding:
@@ -107,7 +109,7 @@ class Outgoing:
 
     def __init__(self, where: str, store: Folder, holding: Holding) -> None:
         self.where, self._folder, self._holding = where, store, holding
-        self.local = made_at(where)
+        self.local = staging_path(where)
         self._sender = f"{socket.gethostname()}:{self.local}"
         self._sent: dict[str, Sent] = {}
         self._stale: list[str] = []
@@ -115,9 +117,9 @@ class Outgoing:
         self._run = ""  # the run that made the finished output
 
     def begin(self, overwrite: bool) -> None:
-        """Refuse what cannot be written to, before any work: the note that is left there shows that it can be."""
+        """Refuse an address that cannot be written to, before any work, by writing the note there."""
         self.tidy()
-        found, note = self.look(overwrite)
+        found, note = self.existing(overwrite)
         self._sent = dict(note.sent) if note else {}
         self._stale = sorted({*found} - {NOTE})
         ours = note is not None and note.run == self._holding.run
@@ -140,7 +142,7 @@ class Outgoing:
         # An output that lost its manifest to an interrupted run can be replaced only as long as its note is there.
         self._note_stays = bool(self._sent) or (bool(self._stale) and MANIFEST not in self._stale)
 
-    def look(self, overwrite: bool, replacing: str = REPLACING) -> tuple[Mapping[str, RemoteStat], Note | None]:
+    def existing(self, overwrite: bool, replacing: str = REPLACING) -> tuple[Mapping[str, RemoteStat], Note | None]:
         """What lies there, and its note; WriteError if that is in the way."""
         found, note = self._found()
         check_free(self.local, overwrite=True)
@@ -171,7 +173,7 @@ class Outgoing:
     def kept(self, identity: str, verified: bool) -> Mapping[str, Any] | None:
         """The report, as JSON data, of an output that is finished and not sent; None if this run has none."""
         self._run = _of_run(identity, verified)
-        if not self.is_made():
+        if not self.is_staged():
             return None
         try:
             return dict(parse_json((self.local / "report.json").read_bytes(), MAX_VALUES))
@@ -183,7 +185,7 @@ class Outgoing:
         self._run = _of_run(identity, verified)
         (directory / IDENTITY).write_text(self._run)
 
-    def is_made(self) -> bool:
+    def is_staged(self) -> bool:
         """Whether the output of this run is finished here, so that only the upload is left."""
         try:
             return (self.local / IDENTITY).read_text() == self._run
@@ -270,7 +272,7 @@ class Outgoing:
         with self._reporting("written", name):
             self._folder.put(name, path)
         with self._reporting("read", name):
-            there = self._folder.look(name)
+            there = self._folder.stat(name)
         self._check_ours()
         self._sent[name] = Sent(checksum, there.nbytes, there.tag)
         self._leave_note()
@@ -292,7 +294,7 @@ class Outgoing:
 
     def _read_note(self) -> Note:
         with self._reporting("read", NOTE):
-            nbytes = min(self._folder.look(NOTE).nbytes, MAX_NOTE)
+            nbytes = min(self._folder.stat(NOTE).nbytes, MAX_NOTE)
             return parse_note(bytes(self._folder.read(NOTE, 0, nbytes)[1]) if nbytes else b"")
 
     def _leave_note(self) -> None:

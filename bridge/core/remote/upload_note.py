@@ -1,4 +1,4 @@
-"""The note beside an output that is being sent.
+"""The marker file of an unfinished upload.
 
 It says whose the output is and what arrived; each run compares it with the listing.
 """

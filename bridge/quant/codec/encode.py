@@ -33,8 +33,8 @@ PIECE = 1 << 19  # values that `encode` gives to an Encoder at once: fewer cost 
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What calibration chose of some rows of a weight.
+class CalibratedCodes:
+    """The codes and scales of a calibration for some rows of a weight.
 
     `codes`: of its values, one byte each (rows, in). `scales`: the e4m3 codes of its blocks' scales (rows, blocks).
     """
@@ -42,12 +42,12 @@ class Chosen:
     codes: Array | None = None
     scales: Array | None = None
 
-    def cut(self, rows: slice, across: bool) -> Chosen:
+    def cut(self, rows: slice, across: bool) -> CalibratedCodes:
         """Those of some rows of the whole; `across`: its codes are stored (in, rows)."""
         codes = self.codes
         if codes is not None:
             codes = arrays.transposed(codes[:, rows]) if across else codes[rows]
-        return Chosen(codes, None if self.scales is None else self.scales[rows])
+        return CalibratedCodes(codes, None if self.scales is None else self.scales[rows])
 
 
 class Encoder:
@@ -111,7 +111,7 @@ class Encoder:
         largest: Array | None = None,
         importance: Array | None = None,
         clip: Clip | None = None,
-        chosen: Chosen | None = None,
+        chosen: CalibratedCodes | None = None,
     ) -> dict[str, Array]:
         """Return "codes" of the weight's rows from `first` on, and "scale" unless it is constant.
 
@@ -139,7 +139,7 @@ class Encoder:
             return {"codes": ggml.joined(*ggml.own_codes(words, self._packed, self._name, self._take), self._packed)}
         own = own if largest is None else largest
         own = own if clip is None else clip.amax(own)
-        chosen = chosen or Chosen()
+        chosen = chosen or CalibratedCodes()
         if chosen.scales is not None and self._whole:
             parts, divisor = self._scales.of_codes(np.ascontiguousarray(chosen.scales))
         else:
@@ -226,7 +226,7 @@ def encode(
     amax: float | None = None,
     clip: Clip | None = None,
     name: str = "weight",
-    chosen: Chosen | None = None,
+    chosen: CalibratedCodes | None = None,
 ) -> dict[str, Array]:
     """Quantize one weight: {"codes", "scale"} and "scale_2" if the scheme has a second scale.
 

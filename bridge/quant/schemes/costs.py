@@ -14,7 +14,7 @@ PLAIN = "none"  # the row of the unquantized models
 
 @dataclass(frozen=True)
 class Cost:
-    """What a scheme costs on one model.
+    """The measured cost of a scheme on one model.
 
     `bits`: of the file, for each weight of the matrices that a scheme may quantize; unquantized ones count 16. `kl`:
     nats a token, from the unquantized model. `cosine`, `error`: of embeddings, `error` relative to their length.

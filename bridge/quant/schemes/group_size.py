@@ -12,7 +12,7 @@ from bridge.core.values import Format, Numeric, Site, Structure, TensorSpec
 from bridge.quant.schemes.scheme import Scheme
 
 SIZES = (128, 64, 32)
-TOLD = "INT4 blocks of {size} instead of {first}: {module} has in = {width}, and a checkpoint has one size"
+NOTE = "INT4 blocks of {size} instead of {first}: {module} has in = {width}, and a checkpoint has one size"
 
 
 def with_dividing_blocks(scheme: Scheme, structure: Structure, specs: Mapping[str, TensorSpec]) -> Scheme:
@@ -29,8 +29,8 @@ def with_dividing_blocks(scheme: Scheme, structure: Structure, specs: Mapping[st
         return scheme
     module = next(module for module, width in widths.items() if width % SIZES[0])
     weight = tuple(replace(one, block=(size,)) if _has_blocks(one) else one for one in scheme.weight)
-    told = TOLD.format(size=size, first=SIZES[0], module=module, width=widths[module])
-    return replace(scheme, weight=weight, told=told)
+    note = NOTE.format(size=size, first=SIZES[0], module=module, width=widths[module])
+    return replace(scheme, weight=weight, note=note)
 
 
 def _has_blocks(numeric: Numeric) -> bool:

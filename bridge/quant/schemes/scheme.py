@@ -73,7 +73,7 @@ class Scheme:
 
     `needs_cuda`: why calibration needs CUDA, "" if a CPU is enough. `options`: the algorithm's parameters, sorted.
     `only`: globs of the modules that are quantized where no rule says otherwise; empty for all. `depth`: layers of the
-    model, from which negative layers count (see `bound`). `told`: what was changed of a scheme by name for this model.
+    model, from which negative layers count (see `bound`). `note`: a change of a named scheme for this model.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Scheme:
     only: tuple[str, ...] = ()
     depth: int = 0
     origin: str = field(default="", compare=False)
-    told: str = field(default="", compare=False)
+    note: str = field(default="", compare=False)
 
     @property
     def format(self) -> Format:
@@ -175,12 +175,12 @@ class Scheme:
         rule = self.rule_of(site)
         if rule is None:
             form = _without_smoothing(self.format, site)
-            return site.keep or self._beside(site) or (site.unreached if _needs_inputs(form) else "") or form
+            return site.keep or self._why_excluded(site) or (site.unreached if _needs_inputs(form) else "") or form
         if rule.format is None:
             return f'recipe: {rule.label} says quant = "none"'
         return _without_smoothing(rule.format, site)
 
-    def _beside(self, site: Site) -> str:
+    def _why_excluded(self, site: Site) -> str:
         """Why the scheme leaves a module out; "" if it does not."""
         if not self.only or any(fnmatchcase(site.module, glob) for glob in self.only):
             return ""

@@ -18,7 +18,7 @@ from bridge.core.output.directory import HOW_TO_GO_ON
 from bridge.core.output.replace import recover
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, is_bars, shows_progress
-from bridge.core.remote.upload import made_at, tidy
+from bridge.core.remote.upload import staging_path, tidy
 from bridge.core.text import nearest, number
 from bridge.workflows.batch.audience import Counted, Observer
 from bridge.workflows.batch.engines import make_engine, make_settings
@@ -114,7 +114,7 @@ def run(manifest: Manifest, asked: Asked, observer: Observer) -> BatchReport:
     known = dict(earlier.digests)
     for row in rows if not asked.dry_run else ():
         with suppress(ValueError):  # a damaged journal: reported when the row runs
-            recover(made_at(row.out))
+            recover(staging_path(row.out))
     unreachable = UnreachableServers()
     planned = plan_rows(rows, engine, unreachable)
     report = replace(report, notes=(*report.notes, *unused_arguments(planned)))

@@ -176,7 +176,7 @@ def outcome(root: Path, case: str | list[Any]) -> Any:
     try:
         return globals()[case](root) if isinstance(case, str) else cell(root, *case)
     except Exception as error:
-        return [type(error).__name__, str(error), getattr(error, "told_elsewhere", False)]
+        return [type(error).__name__, str(error), getattr(error, "reported_elsewhere", False)]
 
 
 def main() -> None:

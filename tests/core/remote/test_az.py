@@ -109,7 +109,7 @@ def test_a_model_is_read_and_written_there(az: Bucket, tmp_path: Path) -> None:
 def test_a_blob_in_parts_is_the_file_and_its_tag_that_of_the_listing(az: Bucket, tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(os.urandom(40 << 20))
     az.put("big", tmp_path / "big")
-    assert az.list()["big"] == az.look("big") == az.read("big", 0, 10)[0]
+    assert az.list()["big"] == az.stat("big") == az.read("big", 0, 10)[0]
     pieces = [az.read("big", begin, 40 << 20)[1] for begin in range(0, 40 << 20, 8 << 20)]
     assert b"".join(map(bytes, pieces)) == (tmp_path / "big").read_bytes()
 
@@ -140,7 +140,7 @@ def test_what_goes_wrong_is_told(az: Bucket, server: str, tmp_path: Path, monkey
         az.put(path.name, path)
     place = f"az://container/{tmp_path.name}"
     source = open_source(place)
-    az.put("model.safetensors", bytes(az.look("model.safetensors").nbytes))
+    az.put("model.safetensors", bytes(az.stat("model.safetensors").nbytes))
     with pytest.raises(SourceError, match="changed since it was opened"):
         source.read("model.norm.weight")
     with pytest.raises(SourceError, match=f"{place}/none: nothing is there"):
@@ -164,7 +164,7 @@ def test_every_request_is_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         az = Bucket("az://container/m")
         az.put("a b", b"1")
         az.put("big", tmp_path / "big")
-        assert az.list().keys() == {"a b", "big"} and az.look("a b").nbytes == 1
+        assert az.list().keys() == {"a b", "big"} and az.stat("a b").nbytes == 1
         assert bytes(az.read("a b", 0, 1)[1]) == b"1"
         az.remove("a b")
         assert {call for call, _ in served.asked} >= {

@@ -66,7 +66,7 @@ def test_an_interrupt_before_anything_is_sent_tells_where_the_finished_output_is
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
         patch.setattr(outgoing.Outgoing, "send", send)
         convert()
-    made = outgoing.made_at(OUT)
+    made = outgoing.staging_path(OUT)
     assert f"the finished one is kept in {made}. Run again" in terminal._stopped(caught.value)[0]
     assert (made / "model.safetensors").exists() and there(s3) == {NOTE}
     with monkeypatch.context() as patch:

@@ -42,8 +42,8 @@ class Plain:
         return False
 
 
-def look(client: Client, address: object):  # type: ignore[no-untyped-def]
-    found = client.look(address)  # type: ignore[arg-type]
+def stat(client: Client, address: object):  # type: ignore[no-untyped-def]
+    found = client.stat(address)  # type: ignore[arg-type]
     assert found
     return found
 
@@ -70,7 +70,7 @@ def test_the_hub_is_asked_by_one_of_those_whose_address_ran_out() -> None:
             return f"{store}/{FILE}?{number}"
 
         address, client = Stored(told), Client(pause=0.01)
-        known = look(client, address)
+        known = stat(client, address)
 
         def fetch(at: int) -> bytes:
             out = bytearray(100)
@@ -97,7 +97,7 @@ def test_an_old_address_that_is_refused_does_not_undo_a_newer_one() -> None:
 def test_what_stays_refused_is_a_refusal_after_a_few_addresses() -> None:
     with serving(TINY, query="none") as (url, manners):
         with pytest.raises(SourceError, match=r"hf://o/m/f: access refused \(403 Forbidden\); request access"):
-            Client(pause=0.01).look(Stored(lambda number: f"{url}/{FILE}"))
+            Client(pause=0.01).stat(Stored(lambda number: f"{url}/{FILE}"))
         assert len(manners.headers) == 4
 
 
@@ -105,7 +105,7 @@ def test_connections_that_the_server_closed_meanwhile_are_no_failures() -> None:
     with serving(TINY, keep=0.2) as (url, _):
         client = Client(tries=1)
         address = Plain(f"{url}/{FILE}")
-        known = look(client, address)
+        known = stat(client, address)
         with ThreadPoolExecutor(8) as pool:
             for _ in range(2):
                 list(pool.map(lambda at: client.fetch(address, at, memoryview(bytearray(10)), known), range(8)))
@@ -122,7 +122,7 @@ def test_a_server_that_always_breaks_off_is_asked_so_often_and_no_more(drop: int
     (tmp_path / FILE).write_bytes(bytes(HEADWAY * (MAX_FAILURES + 2)))
     with serving(tmp_path) as (url, manners):
         client, address = Client(tries=3, pause=0.0001), Plain(f"{url}/{FILE}")
-        known = look(client, address)
+        known = stat(client, address)
         manners.drop_after, manners.headers = drop, []
         with pytest.raises(SourceError, match="times in "):
             client.fetch(address, 0, memoryview(bytearray(known.nbytes)), known)
@@ -132,7 +132,7 @@ def test_a_server_that_always_breaks_off_is_asked_so_often_and_no_more(drop: int
 def test_every_failure_is_followed_by_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(TINY) as (url, manners):
         client, address = Client(tries=3), Plain(f"{url}/{FILE}")
-        known = look(client, address)
+        known = stat(client, address)
         paused: list[float] = []
         monkeypatch.setattr(client.given_up, "wait", lambda seconds: paused.append(seconds))
         manners.drop_after, manners.drops = HEADWAY, 2
@@ -146,13 +146,13 @@ def test_a_proxy_learns_who_asks_and_the_server_does_not(monkeypatch: pytest.Mon
             monkeypatch.setenv(name, proxy.replace("http://", "http://me:s%40cret@"))
         monkeypatch.setenv("no_proxy", "")
         address = Plain(f"http://models.invalid/{FILE}")
-        assert look(Client(), address).nbytes == SIZE
+        assert stat(Client(), address).nbytes == SIZE
         monkeypatch.setenv("http_proxy", proxy)
         with pytest.raises(SourceError, match="the proxy refuses; give it a user"):
-            Client().look(address)
+            Client().stat(address)
         assert manners.headers
     with pytest.raises(SourceError, match=r"the connection to the proxy 127.0.0.1:\d+ broke \(Connection refused\)"):
-        Client(tries=1).look(address)
+        Client(tries=1).stat(address)
 
 
 @pytest.mark.parametrize("scheme", ["socks5", "socks5h", "socks4"])
@@ -165,11 +165,11 @@ def test_a_proxy_of_another_protocol_is_refused(word: str, scheme: str, monkeypa
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv(word, f"{scheme}://me:se/cret@127.0.0.1:9")
     with pytest.raises(UsageError, match=f"^{server}: {word} names a {scheme}:// proxy, which cannot be used") as told:
-        Client().look(Plain(f"{server}/{FILE}"))
+        Client().stat(Plain(f"{server}/{FILE}"))
     assert "cret" not in str(told.value)
     monkeypatch.setenv("no_proxy", "models.invalid")
     with pytest.raises(SourceError, match=r"no server .* is known"):
-        Client().look(Plain(f"{server}/{FILE}"))
+        Client().stat(Plain(f"{server}/{FILE}"))
 
 
 def test_a_proxy_for_all_protocols_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_a_proxy_for_all_protocols_is_used(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.delenv(name, raising=False)
     with serving(TINY) as (proxy, _):
         monkeypatch.setenv("all_proxy", proxy)
-        assert look(Client(), Plain(f"http://models.invalid/{FILE}")).nbytes == SIZE
+        assert stat(Client(), Plain(f"http://models.invalid/{FILE}")).nbytes == SIZE
 
 
 @pytest.fixture

@@ -48,13 +48,13 @@ class _Store:
     written: list[str] = field(default_factory=list)
 
     def list(self) -> dict[str, RemoteStat]:
-        return {name: self.look(name) for name in self.files}
+        return {name: self.stat(name) for name in self.files}
 
-    def look(self, name: str) -> RemoteStat:
+    def stat(self, name: str) -> RemoteStat:
         return RemoteStat(len(self.files[name]), "x")
 
     def read(self, name: str, begin: int, end: int) -> tuple[RemoteStat, bytes]:
-        return self.look(name), self.files[name][begin:end]
+        return self.stat(name), self.files[name][begin:end]
 
     def put(self, name: str, content: bytes | Path) -> None:
         assert isinstance(content, bytes)

@@ -16,7 +16,7 @@ from bridge.core.output.names import CALIBRATION
 from bridge.core.remote import upload as outgoing
 from bridge.core.remote.client import Client
 from bridge.core.remote.objects import Bucket
-from bridge.core.remote.upload import made_at
+from bridge.core.remote.upload import staging_path
 from bridge.core.remote.upload_directory import owning
 from bridge.core.remote.upload_note import NOTE
 from bridge.sources.opening import open_source
@@ -67,7 +67,7 @@ def test_a_row_is_sent_and_left_alone_when_it_is_there(s3: S3Client, tmp_path: P
     assert report.passed and not report.outcomes["eight"].kept
     bridge.convert(TINY, "hf", "int8_wo", "near", verify=False)
     assert differing(timeless(there(s3, "eight")), contents(Path("near"))) == []
-    assert not made_at(f"{OUT}/eight").parent.exists()
+    assert not staging_path(f"{OUT}/eight").parent.exists()
 
     tags = s3.tags("bucket")
     again = bridge.batch("nightly.toml", workers=1)
@@ -128,7 +128,7 @@ def test_what_a_killed_row_left_here_goes_when_it_is_found_sent(s3: S3Client, mo
     with monkeypatch.context() as once:
         once.setattr(outgoing.Outgoing, "tidy_up", lambda self: None)  # as after a kill
         bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/eight", verify=False)
-    left = made_at(f"{OUT}/eight")
+    left = staging_path(f"{OUT}/eight")
     assert (left / "bridge.json").is_file()
     assert bridge.batch(manifest(), dry_run=True).outcomes["eight"].kept and left.is_dir()
     with owning(left.parent, "elsewhere"):

@@ -208,7 +208,7 @@ class Workers:
         if rank != self.rank:
             raise self._error_of(rank, messages[rank]["error"]) from error
         if isinstance(error, BridgeError):
-            error.told_elsewhere = bool(messages) and self.rank != 0
+            error.reported_elsewhere = bool(messages) and self.rank != 0
         raise error
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class Workers:
             error = CalibrationError(f"unexpected {told['kind']}: {told['text']}")
         for note in [*told["notes"], f"in worker {rank} of {self.size}"]:
             error.add_note(note)
-        error.told_elsewhere = self.rank != 0
+        error.reported_elsewhere = self.rank != 0
         return error
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:

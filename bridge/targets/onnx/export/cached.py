@@ -50,7 +50,7 @@ def float_graph(request: GraphRequest, progress: Callable[[str], None]) -> tuple
     def waiting() -> None:
         progress("graph: another process makes it")
 
-    graph, names = cache.made_once(KIND, request.key, make, from_bytes, waiting)
+    graph, names = cache.get_or_make(KIND, request.key, make, from_bytes, waiting)
     if not making:
         progress("graph: kept")
     if template:

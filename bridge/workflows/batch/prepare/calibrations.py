@@ -19,7 +19,7 @@ from bridge.core.errors import BridgeError
 from bridge.core.output.names import CALIBRATION
 from bridge.core.output.temporary import write_whole
 from bridge.core.remote.opening import written_at
-from bridge.core.remote.upload import made_at
+from bridge.core.remote.upload import staging_path
 from bridge.workflows.batch.manifest.naming import short_name
 from bridge.workflows.batch.prepare.finished import file_digest
 from bridge.workflows.batch.prepare.plan import PlannedRow, model_memory
@@ -56,7 +56,7 @@ def copy_calibrations(
 
 def _calibrations_in(out: str) -> Iterator[bytes]:
     """The calibration in an output: in its local directory and, if the output is remote, at its address."""
-    for place in (made_at, written_at) if is_remote(out) else (made_at,):
+    for place in (staging_path, written_at) if is_remote(out) else (staging_path,):
         with suppress(BridgeError, OSError):
             yield (place(out) / CALIBRATION).read_bytes()
 

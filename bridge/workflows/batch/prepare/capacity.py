@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bridge.core.addresses import is_remote
 from bridge.core.output.replace import check_free, reserved
-from bridge.core.remote.upload import check_replaceable, made_at
+from bridge.core.remote.upload import check_replaceable, staging_path
 from bridge.core.text import size
 from bridge.workflows.batch.job import failure
 from bridge.workflows.batch.prepare.finished import unsent
@@ -41,7 +41,7 @@ def without_disk(pending: Sequence[PlannedRow]) -> dict[str, Outcome]:
     refused = {}
     for one in pending:
         try:
-            out = made_at(one.row.out)
+            out = staging_path(one.row.out)
             place = next(path for path in out.parents if path.exists())
             disk, need = place.stat().st_dev, 0 if unsent(one) else max(one.disk - reserved(out), 0)
             free = left.setdefault(disk, shutil.disk_usage(place).free)

@@ -12,7 +12,7 @@ from bridge.core.errors import BridgeError, is_unreachable
 from bridge.core.output.names import CALIBRATION, CARD
 from bridge.core.parsing.limited import load_json
 from bridge.core.remote.opening import written_at
-from bridge.core.remote.upload import made_at
+from bridge.core.remote.upload import staging_path
 from bridge.core.remote.upload_note import NOTE
 from bridge.core.version import __version__, versions
 from bridge.quant.calibration import Calibration
@@ -58,7 +58,7 @@ def unsent(planned: PlannedRow) -> bool:
     """True if the row's output is complete on this machine and only its upload is not."""
     out = planned.row.out
     try:
-        return planned.row.resume and is_remote(out) and _outcome(planned, made_at(out)) is not None
+        return planned.row.resume and is_remote(out) and _outcome(planned, staging_path(out)) is not None
     except (OSError, ValueError):
         return False
 

@@ -13,7 +13,7 @@ from bridge.calibration.requirements import check_device, sampling_for
 from bridge.core.addresses import is_remote, server_of, shown
 from bridge.core.errors import BridgeError, CalibrationError, SourceError, UsageError, is_unreachable
 from bridge.core.parsing.problems import Problems
-from bridge.core.remote.upload import check_out, made_at
+from bridge.core.remote.upload import check_out, staging_path
 from bridge.core.version import versions
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
@@ -151,7 +151,7 @@ def _data_of(row: Row) -> tuple[str | None, int | str | None, int | None, str | 
 def _plan(row: Row, opened: _Opened, engine: Engine) -> PlannedRow:
     source = opened.source(row)
     statistics: tuple[str, ...] = ()
-    resolved = resolve(source, replace(request_of(row), out=_made_at(row, engine)))
+    resolved = resolve(source, replace(request_of(row), out=_staging_path(row, engine)))
     if engine.here and resolved.uncalibrated:
         assert resolved.scheme
         check_device(resolved.scheme, row.device)
@@ -203,7 +203,7 @@ def _plan_chain(row: Row, path: str) -> PlannedRow:
     )
 
 
-def _made_at(row: Row, engine: Engine) -> Path:
+def _staging_path(row: Row, engine: Engine) -> Path:
     """The local directory of the row's output; an error if the output cannot be uploaded to its address."""
     if is_remote(row.out):
         if not engine.sends:
@@ -211,7 +211,7 @@ def _made_at(row: Row, engine: Engine) -> Path:
                 f"out={shown(row.out)}: with Ray, set `out` to a directory that all machines see; upload it afterwards"
             )
         check_out(row.out)
-    return made_at(row.out)
+    return staging_path(row.out)
 
 
 def model_memory(values: int) -> int:

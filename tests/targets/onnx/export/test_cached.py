@@ -220,7 +220,7 @@ def test_the_progress_says_who_else_makes_the_graph(
     request = request_of(BIASED)
     texts: list[str] = []
     monkeypatch.setattr(cache, "MAX_WAIT", 0.1)  # then it goes on without
-    with cache.making("graphs", request.key):
+    with cache.exclusively("graphs", request.key):
         float_graph(request, texts.append)
     assert texts[0] == "graph: another process makes it"
     texts.clear()

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from bridge.core.errors import SourceError
-from bridge.core.files.scatter import MAX_ROWS, read_rows_into
-from bridge.core.files.span import span_of
+from bridge.core.files.span import MAX_ROWS, read_rows_into, span_of
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Read chosen codes and scales as tensors in the place of weights.
+"""Read the codes and scales of a calibration as rows, like weights.
 
 So they are cut, joined and turned as the weights are.
 """
@@ -17,36 +17,36 @@ from bridge.planning.plan import Step
 from bridge.quant.calibration import Calibration
 from bridge.quant.codec.arrays import Array, transposed
 from bridge.quant.codec.decode import values
-from bridge.quant.codec.encode import Chosen
+from bridge.quant.codec.encode import CalibratedCodes
 from bridge.quant.codec.packing import unpacked_codes
 from bridge.quant.codec.scales import e4m3_codes
 from bridge.sources.source import Source
 from bridge.streaming.rows import Rows
 
 
-class ChosenRows:
-    """What calibration chose of a step's weight, in the rows that the step sees."""
+class CalibratedRows:
+    """The codes and scales of a calibration for one step, in the rows that the step sees."""
 
     def __init__(self, codes: Rows | None, scales: Rows | None, block: int, turned: bool) -> None:
         self._codes, self._scales, self._block, self._turned = codes, scales, block, turned
 
-    def rows(self, first: int, stop: int) -> Chosen:
+    def rows(self, first: int, stop: int) -> CalibratedCodes:
         """The codes and scales of some rows of the weight."""
         codes, scales = (_joined(rows, first, stop) if rows else None for rows in (self._codes, self._scales))
-        return Chosen(codes, None if scales is None else np.ascontiguousarray(scales[:, :: self._block]))
+        return CalibratedCodes(codes, None if scales is None else np.ascontiguousarray(scales[:, :: self._block]))
 
-    def whole(self) -> Chosen:
+    def whole(self) -> CalibratedCodes:
         """Those of a weight that is held whole: codes in its axes, scales (out, blocks)."""
         codes, scales = (_whole(rows) if rows else None for rows in (self._codes, self._scales))
         if scales is not None:
             scales = np.ascontiguousarray((transposed(scales) if self._turned else scales)[:, :: self._block])
-        return Chosen(codes, scales)
+        return CalibratedCodes(codes, scales)
 
 
-def chosen_rows(
+def calibrated_rows(
     step: Step, source: Source, calibration: Calibration | None, amax: float | None = None
-) -> ChosenRows | None:
-    """Return what calibration chose for a step; None if its format leaves nothing to choose.
+) -> CalibratedRows | None:
+    """Return the codes and scales of the calibration for a step; None if its format takes none from it.
 
     `amax`: of all weights under the scale above the blocks, if it may be another than that of calibration.
     """
@@ -61,7 +61,7 @@ def chosen_rows(
     def rows(scales: bool) -> Rows:
         return Rows(step, cast(Source, _Tensors(*common, scales)), Buffers())
 
-    return ChosenRows(
+    return CalibratedRows(
         rows(False) if step.format.compensated else None,
         rows(True) if step.format.rescaled else None,
         step.format.weight[0].block[0],
