@@ -273,7 +273,7 @@ def renew() -> None:
     missing = [
         text for key, text in stale.items() if _wanted(key, used) and not _waiting(Request.of_text(text)).exists()
     ]
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn"), initializer=_alone) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), initializer=_alone) as pool:
         for number, what in enumerate(pool.map(_export, missing), 1):
             print(f"{number} of {len(missing)}: {what}", flush=True)
     folder = WAITING / made_with()[:16]
