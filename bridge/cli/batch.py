@@ -36,11 +36,11 @@ def batch(
     """
     with session(debug=debug, quiet=quiet or not dry_run) as terminal:  # a run's table has its own bars
         from bridge.workflows.batch.manifest.read import read_manifest
-        from bridge.workflows.batch.run import Asked, run
+        from bridge.workflows.batch.run import BatchOptions, run
         from bridge.workflows.batch.values import line
 
         limit = None if memory is None else byte_count(memory)
-        asked = Asked(engine, workers, limit, dry_run, not no_resume, strict, tuple(only or ()))
+        asked = BatchOptions(engine, workers, limit, dry_run, not no_resume, strict, tuple(only or ()))
         terminal.progress(0, 0, "plan")  # rows that calibrate load a tokenizer, which imports torch
         with _observer(terminal, quiet or as_json or dry_run) as observer:
             report = run(read_manifest(manifest), asked, observer)
