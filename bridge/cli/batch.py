@@ -62,7 +62,7 @@ def batch(
 
 def _observer(terminal: Terminal, silent: bool) -> AbstractContextManager[Any]:
     """A live table on a terminal, lines in a log; with `silent` nothing."""
-    from bridge.workflows.batch.audience import Counted, Lines
+    from bridge.workflows.batch.observers import Counted, Lines
 
     if silent:
         return nullcontext(Counted(no_progress))

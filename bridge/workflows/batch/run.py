@@ -20,10 +20,10 @@ from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, is_bars, shows_progress
 from bridge.core.remote.upload import made_at, tidy
 from bridge.core.text import nearest, number
-from bridge.workflows.batch.audience import Counted, Observer
 from bridge.workflows.batch.engines import make_engine, make_settings
 from bridge.workflows.batch.job import failure
 from bridge.workflows.batch.manifest.read import Manifest, read_manifest
+from bridge.workflows.batch.observers import Counted, Observer
 from bridge.workflows.batch.prepare.calibrations import (
     LOCK,
     calibration_file,

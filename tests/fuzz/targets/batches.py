@@ -23,10 +23,10 @@ from bridge.core.progress import no_progress
 from bridge.core.text import byte_count
 from bridge.quant.schemes.load import load_scheme
 from bridge.targets import load_target
-from bridge.workflows.batch.audience import Counted
 from bridge.workflows.batch.job import CRASH
 from bridge.workflows.batch.manifest.keys import OWN, short_name
 from bridge.workflows.batch.manifest.read import Manifest, read_manifest
+from bridge.workflows.batch.observers import Counted
 from bridge.workflows.batch.report import BatchReport
 from bridge.workflows.batch.run import BatchOptions, run
 from bridge.workflows.batch.values import Row
