@@ -38,7 +38,7 @@ from bridge.api.request import Request
 from bridge.core.remote.blocks import BLOCK
 from bridge.sources.opening import open_source
 from bridge.streaming.context import ConversionContext, Partition, StepResult
-from bridge.workflows.batch.engines.ray_rows import Offer, write_partition
+from bridge.workflows.batch.engines.ray.rows import Offer, write_partition
 
 
 def shared(workers: Sequence[int], work: Path, rate: float) -> None:
@@ -106,7 +106,7 @@ def constants() -> None:
     print(f"SHA-256: {len(block) / (time.perf_counter() - begin) / 1e9:.2f} GB/s")
 
     def imported() -> float:
-        import bridge.workflows.batch.engines.ray_rows  # noqa: F401
+        import bridge.workflows.batch.engines.ray.rows  # noqa: F401
 
         return time.time()
 

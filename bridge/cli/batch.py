@@ -27,10 +27,10 @@ def batch(terminal: Terminal, manifest: Path, only: list[str] | None, dry_run: b
     A failed row does not stop the others. Rows that an earlier run finished are kept.
     """
     from bridge.workflows.batch.manifest.read import read_manifest
-    from bridge.workflows.batch.run import Asked, run
+    from bridge.workflows.batch.run import BatchOptions, run
     from bridge.workflows.batch.values import line
 
-    asked = Asked(**given, dry_run=dry_run, only=tuple(only or ()))
+    asked = BatchOptions(**given, dry_run=dry_run, only=tuple(only or ()))
     terminal.progress(0, 0, "plan")  # rows that calibrate load a tokenizer, which imports torch
     with _observer(terminal, terminal.quiet or terminal.json or dry_run) as observer:
         report = run(read_manifest(manifest), asked, observer)
@@ -52,7 +52,7 @@ def batch(terminal: Terminal, manifest: Path, only: list[str] | None, dry_run: b
 
 def _observer(terminal: Terminal, silent: bool) -> AbstractContextManager[Any]:
     """A live table on a terminal, lines in a log; with `silent` nothing."""
-    from bridge.workflows.batch.audience import Counted, Lines
+    from bridge.workflows.batch.observers import Counted, Lines
 
     if silent:
         return nullcontext(Counted(no_progress))

@@ -13,8 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 from bridge.core.errors import PlanError
 from bridge.sources.pruned.opening import Cut
-from bridge.workflows.prune.budget import Sizer
-from bridge.workflows.prune.ladders import multiple_of
+from bridge.workflows.prune.sizes import Sizer, multiple_of
 from tests.oracles import megatron_oracle, prune_oracle
 
 TOP_K, WIDTH, DEPTH = 10, 0.4, 0.2  # ModelOpt's defaults

@@ -18,7 +18,7 @@ from bridge.core.parsing.limited import load_json
 from bridge.core.text import number, size
 from bridge.core.version import __version__
 from bridge.reporting.columns import Columns
-from bridge.workflows.batch.manifest.naming import redacted
+from bridge.workflows.batch.manifest.keys import redacted
 from bridge.workflows.batch.values import BELOW, DONE, FAILED, WORDS, Outcome, Row, line
 
 if TYPE_CHECKING:

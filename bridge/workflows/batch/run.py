@@ -20,10 +20,10 @@ from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, is_bars, shows_progress
 from bridge.core.remote.upload import staging_path, tidy
 from bridge.core.text import nearest, number
-from bridge.workflows.batch.audience import Counted, Observer
 from bridge.workflows.batch.engines import make_engine, make_settings
 from bridge.workflows.batch.job import failure
 from bridge.workflows.batch.manifest.read import Manifest, read_manifest
+from bridge.workflows.batch.observers import Counted, Observer
 from bridge.workflows.batch.prepare.calibrations import (
     LOCK,
     calibration_file,
@@ -32,15 +32,14 @@ from bridge.workflows.batch.prepare.calibrations import (
     find_calibrations,
     make_jobs,
 )
-from bridge.workflows.batch.prepare.capacity import refuse, without_disk
-from bridge.workflows.batch.prepare.finished import file_digest, finished
+from bridge.workflows.batch.prepare.outputs import file_digest, finished, refuse, without_disk
 from bridge.workflows.batch.prepare.plan import PlannedRow, UnreachableServers, plan_rows, unused_arguments
 from bridge.workflows.batch.report import BatchReport, read_earlier
 from bridge.workflows.batch.values import PLANNED, Engine, Limits, Outcome, Row
 
 
 @dataclass(frozen=True)
-class Asked:
+class BatchOptions:
     """The arguments of a batch; None takes the manifest's value."""
 
     engine: str | None = None
@@ -91,44 +90,44 @@ def batch(
     True
     """
     names = (only,) if isinstance(only, str) else tuple(only or ())
-    asked = Asked(engine, workers, memory, dry_run, resume, strict, names)
+    options = BatchOptions(engine, workers, memory, dry_run, resume, strict, names)
     callback = callback_of(progress)
     rows = (lambda done, total, _: callback(done, total, "rows")) if is_bars(callback) else callback
-    return run(read_manifest(manifest), asked, Counted(rows))
+    return run(read_manifest(manifest), options, Counted(rows))
 
 
-def run(manifest: Manifest, asked: Asked, observer: Observer) -> BatchReport:
+def run(manifest: Manifest, options: BatchOptions, observer: Observer) -> BatchReport:
     """Run a manifest; `observer` is called with what happens."""
     begin = time.perf_counter()
-    name, limits = asked.engine or manifest.engine, manifest.limits
+    name, limits = options.engine or manifest.engine, manifest.limits
     settings = manifest.settings.get(name) or make_settings(name, {})
-    limits = Limits(_positive(asked.workers) or limits.workers, _positive(asked.memory) or limits.memory)
+    limits = Limits(_positive(options.workers) or limits.workers, _positive(options.memory) or limits.memory)
     engine = make_engine(name, settings, limits)
-    rows = [replace(row, resume=asked.resume) for row in _selected(manifest, asked.only)]
+    rows = [replace(row, resume=options.resume) for row in _selected(manifest, options.only)]
     earlier = read_earlier(manifest.summary)
     report = BatchReport(
         str(manifest.path), name, engine.workers, tuple(rows), summary=str(manifest.summary), every=manifest.rows,
-        before={row.name: end for row in manifest.rows if (end := earlier.outcome(row))} if asked.only else {},
+        before={row.name: end for row in manifest.rows if (end := earlier.outcome(row))} if options.only else {},
         notes=manifest.notes,
     )  # fmt: skip
     known = dict(earlier.digests)
-    for row in rows if not asked.dry_run else ():
+    for row in rows if not options.dry_run else ():
         with suppress(ValueError):  # a damaged journal: reported when the row runs
             recover(staging_path(row.out))
     unreachable = UnreachableServers()
     planned = plan_rows(rows, engine, unreachable)
     report = replace(report, notes=(*report.notes, *unused_arguments(planned)))
-    with _folder(manifest.summary, asked) as folder:
+    with _folder(manifest.summary, options) as folder:
         digests = find_calibrations(planned, folder, known)
-        decided = {p.row.name: end for p in planned if (end := _outcome(p, digests, engine, asked, unreachable))}
+        decided = {p.row.name: end for p in planned if (end := _outcome(p, digests, engine, options, unreachable))}
         if engine.here:
             decided |= without_disk([one for one in planned if one.row.name not in decided])
         pending = [one for one in planned if one.row.name not in decided]
         report = replace(report, outcomes=_in_order(decided, rows), digests=known | digests)
         observer.begin(report)
-        if (manifest.strict if asked.strict is None else asked.strict) and report.failed:
+        if (manifest.strict if options.strict is None else options.strict) and report.failed:
             raise BatchError(f"{manifest.path}: {_refusals(report.failed)}")
-        if asked.dry_run:
+        if options.dry_run:
             ends = decided | {one.row.name: _planned_outcome(one) for one in pending}
             return replace(report, outcomes=_in_order(ends, rows), seconds=time.perf_counter() - begin)
         report.save()
@@ -141,7 +140,7 @@ def run(manifest: Manifest, asked: Asked, observer: Observer) -> BatchReport:
                 observer.ended(outcome)
         report = replace(report, seconds=time.perf_counter() - begin)
         report.save()
-        drop_calibrations(planned, report.outcomes, folder, every=not asked.only)
+        drop_calibrations(planned, report.outcomes, folder, every=not options.only)
     return report
 
 
@@ -160,15 +159,15 @@ def _in_order(outcomes: Mapping[str, Outcome], rows: Sequence[Row]) -> dict[str,
 
 
 def _outcome(
-    planned: PlannedRow, digests: dict[str, str], engine: Engine, asked: Asked, unreachable: UnreachableServers
+    planned: PlannedRow, digests: dict[str, str], engine: Engine, options: BatchOptions, unreachable: UnreachableServers
 ) -> Outcome | None:
     """The outcome of a row that is not run: it cannot run, or finished in an earlier batch; else None."""
     if planned.failed:
         return planned.failed
     try:
         unreachable.check(planned.row.out, WriteError)
-        kept = finished(planned, digests, unreachable) if asked.resume else None
-        if kept and is_remote(planned.row.out) and not asked.dry_run:
+        kept = finished(planned, digests, unreachable) if options.resume else None
+        if kept and is_remote(planned.row.out) and not options.dry_run:
             tidy(planned.row.out)
         outcome = kept or refuse(planned, engine.memory)
         if not outcome:  # the output was listed
@@ -203,14 +202,14 @@ def _refusals(failed: Sequence[Outcome]) -> str:
 
 
 @contextmanager
-def _folder(summary: Path, asked: Asked) -> Iterator[Path]:
+def _folder(summary: Path, options: BatchOptions) -> Iterator[Path]:
     """The working directory of the batch, for shared calibrations, locked against other processes.
 
     It is removed at the end unless a calibration is left in it, which the next run of the batch uses. A run that does
     not resume begins with an empty one.
     """
     folder = summary.parent / f".{summary.name}.work"
-    if asked.dry_run:
+    if options.dry_run:
         yield folder
         return
     new = [parent for parent in folder.parents if not parent.exists()]
@@ -230,14 +229,14 @@ def _folder(summary: Path, asked: Asked) -> Iterator[Path]:
             raise busy from error
         if inode != os.fstat(lock.fileno()).st_ino:  # the other process removed the directory meanwhile
             raise busy
-        for path in folder.iterdir() if not asked.resume else ():
+        for path in folder.iterdir() if not options.resume else ():
             if path.name != LOCK:
                 path.unlink()
         try:
             yield folder
         except BaseException as error:
             if not isinstance(error, Exception) or disk_is_full(error):
-                error.add_note(KEPT + HOW_TO_GO_ON[asked.resume])
+                error.add_note(KEPT + HOW_TO_GO_ON[options.resume])
             raise
         finally:
             with suppress(OSError):

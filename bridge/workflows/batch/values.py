@@ -140,7 +140,7 @@ class Limits:
 
 
 class Engine(Protocol):
-    """Runs jobs. The module `bridge.workflows.batch.engines.NAME` serves the manifest's `engine = "NAME"`.
+    """Runs jobs. A module serves the manifest's `engine = "NAME"`: a built-in one, or that of an entry point.
 
     It has `Settings`, a frozen dataclass whose fields are the keys of the manifest's table `[NAME]`, and
     `make_engine(settings, limits) -> Engine`, which imports what the engine needs; its error stops the batch before

@@ -9,41 +9,33 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bridge.api.plans import plan
-from bridge.api.request import Request, resolve, unwarned_data_of
+from bridge.api.request import Request, resolve
 from bridge.api.sensitivity.budget import is_automatic, parse_automatic
 from bridge.calibration.data import Sampling
-from bridge.calibration.requirements import check_device, check_device_name, sampling_for
+from bridge.calibration.requirements import check_device, check_device_name
 from bridge.core.addresses import check_length
-from bridge.core.errors import BridgeError, CalibrationError, UsageError
+from bridge.core.errors import BridgeError, UsageError
 from bridge.core.output.replace import check_free
 from bridge.core.parsing.problems import Problems
 from bridge.core.parsing.relative import PLACES
 from bridge.core.text import byte_count
 from bridge.quant.schemes.load import load_scheme
 from bridge.sources.opening import open_source
-from bridge.sources.pruned.opening import plan_cut, plan_sparse
 from bridge.sources.source import Source
 from bridge.verification.verify import RUN_BYTES_PER_VALUE
-from bridge.workflows.chain.digest import digest_of
-from bridge.workflows.chain.notes import is_noted, kept_step
+from bridge.workflows.chain.notes import digest_of, finished_step, is_noted
 from bridge.workflows.chain.read import VERBS, ChainStep
 from bridge.workflows.chain.result import StepDone
-from bridge.workflows.distill.batches import rows_of
-from bridge.workflows.distill.job import Asked, check_arguments, plan_job
-from bridge.workflows.distill.settings import Settings, pairs_of
-from bridge.workflows.distill.verbs import statistics_of
-from bridge.workflows.prune.sampling import sampling_of
-from bridge.workflows.prune.verbs import check_choice
+from bridge.workflows.distill.verbs import plan_distill
+from bridge.workflows.prune.verbs import check_data, plan_prune
 
 MODELS = ("model", "student", "teacher")
 OPENING = ("config", "tokenizer", "base", "adapter")  # in the order of `open_source`
-STATE_BYTES = 24  # on disk for each value that is trained: a weight and two moments in float32, in the last two states
 
 Take = Callable[..., Any]  # calls a function, and notes its problem for the step
 
@@ -83,7 +75,7 @@ def _checked(
     missing = [key for key in step.arguments if not take(_check_file, step, key, made)]
     opened = _opened(step, made, take, missing)
     digest = _digest(step, made, opened, take) if not missing else ""
-    if digest and resume and (kept := kept_step(step, digest)):
+    if digest and resume and (kept := finished_step(step, digest)):
         return CheckedStep(digest, kept, _reopened(step.out))
     take(_check_place, step, overwrite)
     unknown = [key for key, value in step.arguments.items() if isinstance(value, str) and value in made]
@@ -206,48 +198,16 @@ Found = tuple[Source | None, int, int]  # the model that a step writes, and byte
 
 
 def _prune(arguments: Mapping[str, Any], opened: Mapping[str, Source | None], take: Take, fine: bool) -> Found:
-    a, source = arguments, opened["model"]
-    keys = ("keep", "drop_layers", "importance", "repair", "order", "sparse", "sparse_method")
-    scores = take(check_choice, *(a[key] for key in keys))
-    if source is None:
-        return None, 0, 0
-    if a["sparse"]:
-        take(plan_sparse, source, a["sparse_method"])
-        smaller: Source | None = source
-    else:
-        cut = take(plan_cut, source, a["keep"], a["drop_layers"])
-        smaller = cut.outline() if cut else None
-    if scores:
-        take(scores.check, source.fingerprint)
-    memory = _values(source) * RUN_BYTES_PER_VALUE
-    if smaller is None or not fine:
-        return smaller, memory, 0
-    quant = None if is_automatic(a["quant"]) else a["quant"]
-    planned = take(partial(plan, smaller, a["target"], quant, memory=a["memory"], **a["options"]))
-    if not (scores or a["drop_layers"] or a["importance"] == "weights" or a["sparse_method"] == "magnitude"):
-        take(_check_data, source, a["data"], sampling_of(source, a["samples"], a["sequence"], a["field"]))
+    source = opened["model"]
+    smaller, planned = plan_prune(arguments, source, take, fine)
+    memory = _values(source) * RUN_BYTES_PER_VALUE if source else 0
     return smaller, memory, planned.disk if planned else 0
 
 
 def _distill(arguments: Mapping[str, Any], opened: Mapping[str, Source | None], take: Take, fine: bool) -> Found:
-    a, student, teacher = arguments, opened["student"], opened["teacher"]
-    pairs = take(lambda: (pairs_of(a["pairs"]),))
-    given = {field.name: a[field.name] for field in fields(Settings) if field.name != "pairs"}
-    settings = take(lambda: Settings(**given, **({"pairs": pairs[0]} if pairs else {})))
-    calib = take(lambda: (statistics_of(a["calib"]),))
-    if not (settings and pairs and calib):
-        return student, 0, 0
-    limit = byte_count(a["memory"], "memory=") if fine and a["memory"] is not None else None
-    cache = None if a["teacher_cache"] is None else Path(a["teacher_cache"])
-    asked = Asked(a["target"], a["quant"], calib[0], a["out"], cache, limit, True, a["options"])
-    take(check_arguments, settings, asked)
-    if student is None or teacher is None or not fine:
-        return student, 0, 0
-    job = take(plan_job, student, teacher, settings, asked)
-    if not job:
-        return student, 0, 0
-    take(rows_of, student, a["data"], a["field"], settings)
-    return student, job.need, job.plan.disk + STATE_BYTES * _values(student)
+    student = opened["student"]
+    job = plan_distill(arguments, student, opened["teacher"], take, fine)
+    return (student, job.need, job.disk) if job else (student, 0, 0)
 
 
 def _convert(arguments: Mapping[str, Any], opened: Mapping[str, Source | None], take: Take, fine: bool) -> Found:
@@ -268,16 +228,9 @@ def _convert(arguments: Mapping[str, Any], opened: Mapping[str, Source | None], 
         assert resolved.scheme
         take(check_device, resolved.scheme, a["device"])
         own = a["calib"] if a["data"] is None else a["data"]
-        take(_check_data, source, own, sampling_for(sampling, resolved.scheme))
+        take(check_data, source, own, sampling_for(sampling, resolved.scheme))
         memory = max(memory, _values(source) * RUN_BYTES_PER_VALUE)
     return source, memory, resolved.disk
-
-
-def _check_data(source: Source, data: Any, sampling: Sampling) -> bool:
-    """True; an error for data that a model cannot run on."""
-    if missing := unwarned_data_of(source, data, sampling).missing:
-        raise CalibrationError(missing)
-    return True
 
 
 def _values(source: Source) -> int:

@@ -1,18 +1,27 @@
-"""Note which step made an output, and find outputs that are finished."""
+"""Digests of steps, and notes in their outputs, to resume a chain."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from bridge.core.errors import UsageError, reason
 from bridge.core.output.names import MANIFEST
 from bridge.core.output.temporary import write_whole
 from bridge.core.parsing.limited import load_json
+from bridge.core.parsing.relative import PLACES
+from bridge.core.version import __version__
 from bridge.reporting.report import report_from_dict
+from bridge.sources.source import Source
 from bridge.workflows.chain.read import ChainStep
 from bridge.workflows.chain.result import StepDone
 
 NOTE = "bridge/step.json"  # in a step's output: the digest of what made it
+PIECE = 1 << 20
+MAX_SIDE_FILE = 64 << 20  # bytes of a file in a tokenizer's directory; larger ones are weights
 
 
 def is_noted(step: ChainStep) -> bool:
@@ -20,7 +29,7 @@ def is_noted(step: ChainStep) -> bool:
     return (step.out / NOTE).is_file()
 
 
-def kept_step(step: ChainStep, digest: str) -> StepDone | None:
+def finished_step(step: ChainStep, digest: str) -> StepDone | None:
     """The output that this step made of the same inputs; None without one."""
     note = step.out / NOTE
     found, seconds = _read(note if note.exists() else _begun(step))  # it may have been killed between the two
@@ -63,3 +72,42 @@ def _read(path: Path) -> tuple[str, float]:
         return str(told["digest"]), float(told["seconds"])
     except (OSError, ValueError, KeyError, TypeError):
         return "", 0.0
+
+
+def digest_of(step: ChainStep, made: Mapping[str, str], sources: Mapping[str, Source]) -> str:
+    """Digest of a step: its verb and arguments, the models and files that it reads, and the steps before it.
+
+    `made`: output -> digest of the steps before. `sources`: the models of this step, opened, by argument.
+    """
+    parts: list[Any] = [__version__, step.verb]
+    for key, value in sorted(step.arguments.items()):
+        if isinstance(value, str) and value in made:
+            parts.append([key, made[value]])
+        elif key in sources:
+            parts.append([key, sources[key].fingerprint])
+        elif key == "teacher_cache":  # a place for what follows from the rest
+            parts.append([key, True])
+        elif key in PLACES and isinstance(value, str) and Path(value).exists():
+            parts.append([key, _content(Path(value))])
+        else:
+            parts.append([key, value])
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _content(path: Path) -> str:
+    """Digest of a file, or of the small files in a directory."""
+    digest = hashlib.sha256()
+    try:
+        files = [path] if path.is_file() else [file for file in sorted(path.iterdir()) if _is_small(file)]
+        for one in files:
+            digest.update(f"{one.name}\0".encode())
+            with one.open("rb") as file:
+                while piece := file.read(PIECE):
+                    digest.update(piece)
+    except OSError as error:
+        raise UsageError(f"{error.filename or path}: cannot be read: {reason(error)}") from error
+    return digest.hexdigest()
+
+
+def _is_small(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size <= MAX_SIDE_FILE

@@ -31,12 +31,13 @@ from bridge.workflows.distill.head import CHUNK
 from bridge.workflows.distill.settings import NORM, Settings
 
 TRAINED_BYTES = 16  # a value: weight, gradient and two moments, float32
+STATE_BYTES = 24  # on disk for each value: a weight and two moments in float32, in the last two states
 ROUNDED_BYTES = 4  # more where what is written differs from what is trained
 CODED_BYTES = 16  # more of a quantized matrix: the places of its values, and what its codes decode to
 
 
 @dataclass(frozen=True)
-class Asked:
+class OutputOptions:
     """Arguments of `distill` that do not decide the training: what is written, and with what."""
 
     target: str
@@ -57,7 +58,7 @@ class Job:
     teacher: Source
     structure: Structure
     settings: Settings
-    asked: Asked
+    output: OutputOptions
     plan: Plan
     out: Path
 
@@ -75,8 +76,8 @@ class Job:
         settings = {name: value for name, value in asdict(self.settings).items() if name != "save_every"}
         parts = [
             __version__, self.plan.digest, self.student.fingerprint, self.teacher.fingerprint, rows.digest,
-            json.dumps(settings), str(self.asked.cache is not None),
-            self.asked.calibration.digest if self.asked.calibration else "",
+            json.dumps(settings), str(self.output.cache is not None),
+            self.output.calibration.digest if self.output.calibration else "",
         ]  # fmt: skip
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -88,6 +89,11 @@ class Job:
         }  # fmt: skip
 
     @property
+    def disk(self) -> int:
+        """Bytes of the output and of the last two states."""
+        return self.plan.disk + STATE_BYTES * sum(spec.size for spec in self.student.specs.values())
+
+    @property
     def need(self) -> int:
         """Bytes of weights, moments and logits; not of activations, which follow from batch and sequence."""
         values = sum(spec.size for spec in self.student.specs.values())
@@ -95,7 +101,7 @@ class Job:
             self.student.specs[part.source].size for s in self.plan.quantized for part in s.inputs if part.source
         )
         rounded = values if main_dtype(self.student.specs.values()) != "float32" else coded
-        teacher = 0 if self.asked.cache else sum(spec.nbytes for spec in self.teacher.specs.values())
+        teacher = 0 if self.output.cache else sum(spec.nbytes for spec in self.teacher.specs.values())
         return values * TRAINED_BYTES + rounded * ROUNDED_BYTES + coded * CODED_BYTES + teacher + 6 * 4 * CHUNK
 
 
@@ -108,8 +114,8 @@ def vocabulary_of(source: Source) -> int:
     return found
 
 
-def plan_job(student: Source, teacher: Source, settings: Settings, asked: Asked) -> Job:
-    """Check what headers tell, before a model is loaded."""
+def plan_job(student: Source, teacher: Source, settings: Settings, output: OutputOptions) -> Job:
+    """Check models and arguments from headers, before a model is loaded."""
     for source, role in ((student, "student"), (teacher, "teacher")):
         _check_predicts(source, role)
     if student.quantized:
@@ -119,20 +125,20 @@ def plan_job(student: Source, teacher: Source, settings: Settings, asked: Asked)
         )
     _check_vocabulary(student, teacher)
     _check_layers(student, teacher, settings)
-    check_arguments(settings, asked)
+    check_arguments(settings, output)
     if settings.top_k is not None and settings.top_k >= (vocabulary := vocabulary_of(student)):
         raise UsageError(f"top_k={settings.top_k} (--top-k): the vocabulary has {vocabulary:,} ids; None takes all")
-    place = Path(f"{student.name}-distilled" if asked.out is None else str(asked.out))
-    check_free(place, asked.overwrite)
-    planned = plan(student, asked.target, asked.quant, **asked.options)
+    place = Path(f"{student.name}-distilled" if output.out is None else str(output.out))
+    check_free(place, output.overwrite)
+    planned = plan(student, output.target, output.quant, **output.options)
     structure = structure_of(student)
     check_codes(planned, structure)
-    scheme = scheme_of(asked.quant, None, structure, student)
-    given_calibration(asked.calibration, False, student, structure, planned, scheme)
-    job = Job(student, teacher, structure, settings, asked, planned, place)
-    free = available_memory() if asked.memory is None else asked.memory
+    scheme = scheme_of(output.quant, None, structure, student)
+    given_calibration(output.calibration, False, student, structure, planned, scheme)
+    job = Job(student, teacher, structure, settings, output, planned, place)
+    free = available_memory() if output.memory is None else output.memory
     if job.need > free:
-        which = "free" if asked.memory is None else "allowed by memory= (--memory)"
+        which = "free" if output.memory is None else "allowed by memory= (--memory)"
         raise TrainingError(
             f"training {student.where} takes {size(job.need)} without activations, and {size(free)} are {which}; a "
             "teacher_cache= (--teacher-cache) leaves the teacher out meanwhile"
@@ -140,19 +146,19 @@ def plan_job(student: Source, teacher: Source, settings: Settings, asked: Asked)
     return job
 
 
-def check_arguments(settings: Settings, asked: Asked) -> None:
+def check_arguments(settings: Settings, output: OutputOptions) -> None:
     """UsageError for arguments that do not go together, for any model."""
-    if asked.cache is not None and settings.top_k is None:
+    if output.cache is not None and settings.top_k is None:
         raise UsageError("teacher_cache= (--teacher-cache) keeps the likeliest ids: say how many, top_k=64 (--top-k)")
-    if asked.cache is not None and settings.pairs not in (NORM, ()):
+    if output.cache is not None and settings.pairs not in (NORM, ()):
         raise UsageError("pairs= (--pairs) compare layers of a teacher that runs; leave them or teacher_cache= out")
-    if asked.options.get("kv"):
+    if output.options.get("kv"):
         raise UsageError("kv= (--kv): a KV cache is not trained through; convert the trained model with it")
-    if is_automatic(asked.quant):
-        raise UsageError(f"quant={asked.quant!r}: make the recipe with `qbridge sensitivity`, and train through it")
-    if is_remote(asked.out):
+    if is_automatic(output.quant):
+        raise UsageError(f"quant={output.quant!r}: make the recipe with `qbridge sensitivity`, and train through it")
+    if is_remote(output.out):
         raise UsageError(
-            f"out={asked.out}: a training keeps its states beside its output; give a local directory, then upload"
+            f"out={output.out}: a training keeps its states beside its output; give a local directory, then upload"
         )
 
 

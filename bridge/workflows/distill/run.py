@@ -19,14 +19,21 @@ from bridge.sources.live_models.distillation import Distillation
 from bridge.sources.live_models.trained import TrainedSource
 from bridge.verification.simulated.codes import Codes
 from bridge.verification.simulated.inputs import FakeInputs, input_codes
-from bridge.workflows.distill import cache as stored
 from bridge.workflows.distill.batches import Rows, drawn
 from bridge.workflows.distill.head import SplitModel, chunks
 from bridge.workflows.distill.job import Job
 from bridge.workflows.distill.losses import next_token_loss
 from bridge.workflows.distill.state import load_state, save_state
 from bridge.workflows.distill.student import Student
-from bridge.workflows.distill.teacher import LiveTeacher, Teacher
+from bridge.workflows.distill.teacher import (
+    HEADER,
+    CachedTeacher,
+    LiveTeacher,
+    Teacher,
+    begin_cache,
+    missing_shards,
+    write_shards,
+)
 from bridge.workflows.distill.train import Trainer, pairs_for
 
 if TYPE_CHECKING:
@@ -116,21 +123,21 @@ def _calibration(
 
 def _teacher(job: Job, rows: Rows, device: Any, progress: Progress, workers: Workers | None) -> tuple[Teacher, float]:
     """The teacher, and its perplexity on the held-out rows."""
-    if job.asked.cache is None:
+    if job.output.cache is None:
         live = _live(job, rows, device)
         return live, perplexity_of(live, rows, job.vocabulary)
     wanted = [*rows.held_out, *(row for step in range(job.settings.steps) for row in drawn(rows, job.settings, step))]
-    missing = stored.missing_shards(job.asked.cache, rows, wanted)
-    check_shared(workers, missing, job.asked.cache)
+    missing = missing_shards(job.output.cache, rows, wanted)
+    check_shared(workers, missing, job.output.cache)
     told: Mapping[str, Any] = job.cached_answers(rows)
     if missing:
         live = _live(job, rows, device)
         first = workers is None or workers.first
         if first:
-            stored.begin_cache(job.asked.cache, {**told, "perplexity": perplexity_of(live, rows, job.vocabulary)})
+            begin_cache(job.output.cache, {**told, "perplexity": perplexity_of(live, rows, job.vocabulary)})
         if workers:
             workers.agree("begun")
-        check_shared(workers, (job.asked.cache / stored.HEADER).is_file(), job.asked.cache)
+        check_shared(workers, (job.output.cache / HEADER).is_file(), job.output.cache)
         count = [0]
 
         def tick() -> None:
@@ -138,11 +145,11 @@ def _teacher(job: Job, rows: Rows, device: Any, progress: Progress, workers: Wor
             progress(count[0], len(own), "teacher")
 
         own = [number for _, number in share_of(missing, workers)]
-        stored.write_shards(job.asked.cache, live, rows, job.vocabulary, own, tick)
+        write_shards(job.output.cache, live, rows, job.vocabulary, own, tick)
         if workers:
             workers.agree("cached")
-        check_shared(workers, stored.missing_shards(job.asked.cache, rows, wanted), job.asked.cache)
-    cached = stored.CachedTeacher(job.asked.cache, rows.ids.shape[1], device)
+        check_shared(workers, missing_shards(job.output.cache, rows, wanted), job.output.cache)
+    cached = CachedTeacher(job.output.cache, rows.ids.shape[1], device)
     return cached, float(cached.header["perplexity"])
 
 
@@ -171,7 +178,7 @@ def perplexity_of(teacher: LiveTeacher, rows: Rows, vocabulary: int) -> float:
 
 def _told(job: Job, trainer: Trainer) -> Distillation:
     history = trainer.history
-    cached = isinstance(trainer.teacher, stored.CachedTeacher)
+    cached = isinstance(trainer.teacher, CachedTeacher)
     return Distillation(
         teacher=job.teacher.where,
         steps=trainer.step,

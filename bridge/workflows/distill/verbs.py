@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -22,10 +22,11 @@ from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.report import Report, report_from_dict
 from bridge.sources.opening import open_source
+from bridge.sources.source import Source
 from bridge.workflows.distill.batches import Rows, rows_of
-from bridge.workflows.distill.cache import check_cache
-from bridge.workflows.distill.job import Asked, Job, plan_job
+from bridge.workflows.distill.job import Job, OutputOptions, check_arguments, plan_job
 from bridge.workflows.distill.settings import Settings, pairs_of
+from bridge.workflows.distill.teacher import check_cache
 
 
 @shows_progress
@@ -112,8 +113,8 @@ def distill(
         if group:
             told = {"settings": settings, "target": target, "quant": quant, "out": out, "teacher_cache": teacher_cache}
             check_same(group, {name: repr(value) for name, value in told.items()})
-        asked = Asked(target, quant, statistics_of(calib), out, kept, limit, overwrite, options)
-        job = plan_job(open_source(student), open_source(teacher), settings, asked)
+        output = OutputOptions(target, quant, statistics_of(calib), out, kept, limit, overwrite, options)
+        job = plan_job(open_source(student), open_source(teacher), settings, output)
         rows = rows_of(job.student, data, field, settings)
         if kept:
             check_cache(kept, job.cached_answers(rows))
@@ -123,6 +124,34 @@ def distill(
             return _statistics(job, data, field, device, callback)
 
         return _written(job, rows, statistics, given, device, callback, group)
+
+
+def plan_distill(
+    arguments: Mapping[str, Any], student: Source | None, teacher: Source | None, take: Callable[..., Any],
+    complete: bool,
+) -> Job | None:  # fmt: skip
+    """Check the arguments of `distill` from headers and data; None if they have problems, or a model is not known.
+
+    take: calls a function, and returns None if that has a problem, which it notes. complete: arguments besides those
+    of the training have no problem.
+    """
+    a = arguments
+    pairs = take(lambda: (pairs_of(a["pairs"]),))
+    given = {field.name: a[field.name] for field in fields(Settings) if field.name != "pairs"}
+    settings = take(lambda: Settings(**given, **({"pairs": pairs[0]} if pairs else {})))
+    calib = take(lambda: (statistics_of(a["calib"]),))
+    if not (settings and pairs and calib):
+        return None
+    limit = byte_count(a["memory"], "memory=") if complete and a["memory"] is not None else None
+    cache = None if a["teacher_cache"] is None else Path(a["teacher_cache"])
+    output = OutputOptions(a["target"], a["quant"], calib[0], a["out"], cache, limit, True, a["options"])
+    take(check_arguments, settings, output)
+    if student is None or teacher is None or not complete:
+        return None
+    job: Job | None = take(plan_job, student, teacher, settings, output)
+    if job:
+        take(rows_of, student, a["data"], a["field"], settings)
+    return job
 
 
 def statistics_of(calib: Any) -> Calibration | None:
@@ -136,10 +165,10 @@ def statistics_of(calib: Any) -> Calibration | None:
 
 def _statistics(job: Job, data: Any, field: str | None, device: str | None, progress: Progress) -> Calibration | None:
     """The calibration of the student before it is trained; None for codes that need none."""
-    asked = job.asked
-    if asked.calibration is not None or asked.quant is None or not job.plan.calibration:
-        return asked.calibration
-    return calibrate(job.student, asked.quant, data, field=field, device=device, progress=progress, workers=1)
+    output = job.output
+    if output.calibration is not None or output.quant is None or not job.plan.calibration:
+        return output.calibration
+    return calibrate(job.student, output.quant, data, field=field, device=device, progress=progress, workers=1)
 
 
 def _written(
@@ -149,7 +178,7 @@ def _written(
     """Train and convert. The first process keeps the states and writes; the others train with it."""
     from bridge.workflows.distill.run import trained
 
-    asked = job.asked
+    output = job.output
     if workers and not workers.first:
         workers.agree("begun")
         check_shared(workers, _is_begun(job, rows), job.work)
@@ -163,8 +192,8 @@ def _written(
         # the outputs that it keeps are of untrained weights
         statistics_only = calibration and replace(calibration, held_out=None)
         report = convert(
-            source, asked.target, asked.quant, job.out, calib=statistics_only, progress=progress, workers=1,
-            memory=asked.memory, overwrite=asked.overwrite, **given, **asked.options,
+            source, output.target, output.quant, job.out, calib=statistics_only, progress=progress, workers=1,
+            memory=output.memory, overwrite=output.overwrite, **given, **output.options,
         )  # fmt: skip
     if workers:
         workers.agree(report.to_json())

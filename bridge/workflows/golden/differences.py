@@ -213,7 +213,7 @@ def _files(before: Snapshot, after: Snapshot, reported: set[str]) -> Iterator[Di
 
 
 def lines(moves: Sequence[Difference]) -> list[str]:
-    """One line per kind of move and of tensor, followed by how the tensors were made."""
+    """One line per kind of difference and of tensor, followed by the origin of the tensors."""
     result: list[str] = []
     shown = sorted((move for move in moves if move.kind != "outputs"), key=lambda move: ORDER.index(move.kind))
     for group in grouped(shown, lambda m: (m.kind, pattern(m.name), m.text, m.origin and m.origin.id)):

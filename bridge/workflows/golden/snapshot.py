@@ -1,4 +1,4 @@
-"""Snapshot of an output directory: digests of its tensors and files, and origins.
+"""Snapshot of an output directory: digests and origins of its tensors.
 
 It does not depend on the run (times, paths, threads): the report and other files of `bridge` itself are left out.
 """

@@ -38,7 +38,7 @@ from bridge.workflows.inspect.routes import Routing
 from bridge.workflows.inspect.run import Passes, first_bad, run_batches
 from bridge.workflows.inspect.save import check_arguments, check_out, save
 from bridge.workflows.inspect.session import Outputs, Setup, Sink, nothing_found, without_roles
-from bridge.workflows.inspect.twin import scheme_of_output
+from bridge.workflows.inspect.written_model import scheme_of_output
 
 
 @shows_progress
@@ -206,13 +206,13 @@ def _compare_written(
 ) -> Inspection:
     """Compare an output with its source."""
     from bridge.workflows.inspect.side_by_side import side_by_side
-    from bridge.workflows.inspect.twin import plan_of_output, twin_of
+    from bridge.workflows.inspect.written_model import load_written, plan_of_output
 
     source = pruned_again(open_source(model, tokenizer=tokenizer), directory)
     plan = plan_of_output(directory, source)
     made = _data_of(source, data, sampling)
     progress(0, 2, "load")
-    live, twin = source.load_model(), twin_of(directory, source)
+    live, twin = source.load_model(), load_written(directory, source)
     progress(1, 2, "run both")
     batches = (*made.batches, *made.held_out)
     rows = side_by_side(live, twin.model, batches, roles_of(live, source))

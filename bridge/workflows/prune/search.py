@@ -15,13 +15,11 @@ from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import Cut, whole_of
 from bridge.sources.pruned.scores import Scores
-from bridge.workflows.prune.budget import Sizer, parse_budget
-from bridge.workflows.prune.ladders import Keep, ladders_of, largest_of
 from bridge.workflows.prune.rounds import Rounds
-from bridge.workflows.prune.sampling import sampling_of
 from bridge.workflows.prune.searched import Searched
+from bridge.workflows.prune.sizes import Keep, Sizer, ladders_of, largest_of, parse_budget
 from bridge.workflows.prune.trial import Trial
-from bridge.workflows.prune.verbs import given_scores
+from bridge.workflows.prune.verbs import given_scores, sampling_of
 
 
 @shows_progress

@@ -15,7 +15,7 @@ from bridge.core.values import plain
 from bridge.reporting.columns import Columns
 from bridge.sources.pruned.scores import Scores
 from bridge.sources.pruned.source import PrunedSource
-from bridge.workflows.prune.budget import Budget
+from bridge.workflows.prune.sizes import Budget
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -14,7 +14,7 @@ from bridge.sources.pruned.opening import Cut
 from bridge.sources.pruned.scores import Scores
 from bridge.sources.pruned.source import PrunedSource
 from bridge.verification.finite import first_not_finite
-from bridge.workflows.prune.ladders import Keep
+from bridge.workflows.prune.sizes import Keep
 
 # Differences of loss between two sizes of tiny-llama spread by 1.3 to 1.5 nats a token: 2,000 tokens tell costs apart
 # that differ by 0.03 nats, 3 % of perplexity. Without samples= a search has 10,000.

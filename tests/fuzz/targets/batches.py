@@ -23,13 +23,12 @@ from bridge.core.progress import no_progress
 from bridge.core.text import byte_count
 from bridge.quant.schemes.load import load_scheme
 from bridge.targets import load_target
-from bridge.workflows.batch.audience import Counted
 from bridge.workflows.batch.job import CRASH
-from bridge.workflows.batch.manifest.keys import OWN
-from bridge.workflows.batch.manifest.naming import short_name
+from bridge.workflows.batch.manifest.keys import OWN, short_name
 from bridge.workflows.batch.manifest.read import Manifest, read_manifest
+from bridge.workflows.batch.observers import Counted
 from bridge.workflows.batch.report import BatchReport
-from bridge.workflows.batch.run import Asked, run
+from bridge.workflows.batch.run import BatchOptions, run
 from bridge.workflows.batch.values import Row
 from tests.fuzz.case import Case, Target
 from tests.fuzz.mutate import VALUES, encoded, one_file, pick, texts, toml_text, trees
@@ -115,7 +114,7 @@ def read(root: Path) -> Read:
     row = next((row for row in manifest.rows if _is_here(row)), None)
     if row is None or not manifest.summary.is_relative_to(root):
         return Read(manifest, None)
-    asked = Asked(engine="local", dry_run=True)
+    asked = BatchOptions(engine="local", dry_run=True)
     return Read(manifest, run(replace(manifest, rows=(row,)), asked, Counted(no_progress)))
 
 

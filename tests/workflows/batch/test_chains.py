@@ -14,7 +14,7 @@ import bridge
 from bridge.core.errors import UsageError
 from bridge.workflows.batch.job import CRASH
 from bridge.workflows.batch.manifest.read import read_manifest
-from bridge.workflows.batch.run import Asked, run
+from bridge.workflows.batch.run import BatchOptions, run
 from bridge.workflows.batch.values import DONE, FAILED, PLANNED, Event
 from tests.workflows.batch.test_manifest import refused
 from tests.workflows.batch.test_run import Spectator, workers_of
@@ -37,7 +37,7 @@ def test_a_chain_that_was_killed_in_its_second_step_keeps_the_first(tmp_path: Pa
             for worker in workers_of(os.getpid()):
                 worker.kill()
 
-    first = run(read_manifest(path), Asked(workers=1), Spectator(kill))
+    first = run(read_manifest(path), BatchOptions(workers=1), Spectator(kill))
     assert (first.outcomes["small"].status, first.outcomes["small"].kind) == (FAILED, CRASH)
     assert first.outcomes["plain"].status == DONE
     assert sorted(path.name for path in (tmp_path / "out/small").iterdir()) == [
@@ -47,7 +47,7 @@ def test_a_chain_that_was_killed_in_its_second_step_keeps_the_first(tmp_path: Pa
     ]
     pruned = (tmp_path / "out/small/pruned/model.safetensors").stat().st_mtime_ns
     seen = Spectator()
-    again = run(read_manifest(path), Asked(workers=1), seen)
+    again = run(read_manifest(path), BatchOptions(workers=1), seen)
     small = again.outcomes["small"]
     assert small.status == DONE and not small.kept and again.outcomes["plain"].kept
     assert (tmp_path / "out/small/pruned/model.safetensors").stat().st_mtime_ns == pruned

@@ -12,7 +12,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is nothing to divide")
 def test_processes_at_once_have_cores_of_their_own() -> None:
-    program = "from bridge.workflows.batch.engines.ray_rows import own_cores as own\nimport os\nwith own(1):\n"
+    program = "from bridge.workflows.batch.engines.ray.rows import own_cores as own\nimport os\nwith own(1):\n"
     program += "    print(*os.sched_getaffinity(0), flush=True)\n    input()\nprint(len(os.sched_getaffinity(0)))"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     several = [subprocess.Popen([sys.executable, "-c", program], **pipes) for _ in range(2)]  # type: ignore[call-overload]

@@ -8,7 +8,7 @@ import pytest
 
 from bridge.core.output import cache
 from bridge.workflows.batch.manifest.read import read_manifest
-from bridge.workflows.batch.run import Asked, run
+from bridge.workflows.batch.run import BatchOptions, run
 from bridge.workflows.batch.values import DONE
 from tests.workflows.batch.test_run import TINY, Spectator
 
@@ -23,7 +23,7 @@ def test_rows_of_one_model_export_its_graph_once(tmp_path: Path, monkeypatch: py
     manifest = tmp_path / "batch.toml"
     manifest.write_text(f'[defaults]\nmodel = "{GPT2}"\ntarget = "trt"\nverify = false\n{rows}')
     spectator = Spectator()
-    report = run(read_manifest(manifest), Asked(workers=2), spectator)
+    report = run(read_manifest(manifest), BatchOptions(workers=2), spectator)
     assert {name: outcome.status for name, outcome in report.outcomes.items()} == dict.fromkeys(schemes, DONE)
     exported = [event for event in spectator.events if event.stage.startswith("export")]
     assert [event.stage for event in exported] == ["export 2 of 4 layers"]

@@ -12,7 +12,7 @@ from bridge.reporting.report import Report
 from bridge.workflows.batch.job import failure, outcome_of
 from bridge.workflows.batch.prepare.calibrations import LOCK, calibration_file, drop_calibrations
 from bridge.workflows.batch.prepare.plan import PlannedRow, unused_arguments
-from bridge.workflows.batch.run import KEPT, Asked, _folder
+from bridge.workflows.batch.run import KEPT, BatchOptions, _folder
 from bridge.workflows.batch.values import BELOW, DONE, FAILED, Outcome, Row
 
 
@@ -38,23 +38,26 @@ def test_calibrations_stay_until_the_rows_that_need_them_are_done(every: bool, l
 
 def test_the_folder_of_a_batch_stays_while_it_has_a_calibration(tmp_path: Path) -> None:
     work = tmp_path / ".s.json.work"
-    with pytest.raises(KeyboardInterrupt) as stopped, _folder(tmp_path / "s.json", Asked()) as folder:
+    with pytest.raises(KeyboardInterrupt) as stopped, _folder(tmp_path / "s.json", BatchOptions()) as folder:
         calibration_file(folder, "k").write_text("statistics")
         raise KeyboardInterrupt
     (note,) = stopped.value.__notes__
     assert note.startswith(KEPT) and "the same command goes on from there, --no-resume" in note
     assert names(work) == ["k.safetensors", LOCK]
-    with _folder(tmp_path / "s.json", Asked()) as folder:
+    with _folder(tmp_path / "s.json", BatchOptions()) as folder:
         assert names(folder) == ["k.safetensors", LOCK]
         calibration_file(folder, "k").unlink()
     assert names(tmp_path) == []
 
 
 def test_a_batch_that_does_not_resume_begins_without_calibrations(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), _folder(tmp_path / "s.json", Asked()) as folder:
+    with pytest.raises(KeyboardInterrupt), _folder(tmp_path / "s.json", BatchOptions()) as folder:
         calibration_file(folder, "k").write_text("statistics")
         raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt) as stopped, _folder(tmp_path / "s.json", Asked(resume=False)) as folder:
+    with (
+        pytest.raises(KeyboardInterrupt) as stopped,
+        _folder(tmp_path / "s.json", BatchOptions(resume=False)) as folder,
+    ):
         assert names(folder) == [LOCK]
         raise KeyboardInterrupt
     assert "the command without --no-resume (resume=False) goes on from there" in stopped.value.__notes__[0]
@@ -62,14 +65,14 @@ def test_a_batch_that_does_not_resume_begins_without_calibrations(tmp_path: Path
 
 
 def test_the_folder_of_a_batch_hides_no_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the reason"), _folder(tmp_path / "s.json", Asked()) as folder:
+    with pytest.raises(ValueError, match="the reason"), _folder(tmp_path / "s.json", BatchOptions()) as folder:
         (folder / LOCK).unlink()
         folder.rmdir()
         raise ValueError("the reason")
 
 
 def test_a_summary_that_the_disk_does_not_take_says_how_to_go_on(tmp_path: Path) -> None:
-    with pytest.raises(WriteError) as told, _folder(tmp_path / "s.json", Asked()):
+    with pytest.raises(WriteError) as told, _folder(tmp_path / "s.json", BatchOptions()):
         raise WriteError("s.json: the disk is full") from OSError(errno.ENOSPC, "No space left on device")
     assert told.value.__notes__[0].startswith(KEPT)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,12 @@ import bridge
 from bridge.cli.terminal import console
 from bridge.core.errors import UsageError
 from bridge.core.parsing.problems import MAX_KINDS
+from bridge.workflows.batch import engines
+from bridge.workflows.batch.engines.local import Local
 from bridge.workflows.batch.manifest import rows as manifest_rows
 from bridge.workflows.batch.manifest.read import Manifest, read_manifest
 from bridge.workflows.batch.report import BatchReport
-from bridge.workflows.batch.values import DONE, Outcome
+from bridge.workflows.batch.values import DONE, Limits, Outcome
 
 
 def read(tmp_path: Path, text: str) -> Manifest:
@@ -347,3 +351,16 @@ def test_a_summary_whose_name_no_system_takes_is_told_with_the_rest(length: int,
     first, *problems = refused(tmp_path, text)
     assert first.endswith("2 problems") and "key `strikt` is unknown" in problems[0]
     assert "characters are too long for a path here" in problems[1] and len(problems) == 2
+
+
+def test_an_entry_point_adds_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("mine", engines.BUILT_IN["local"], "bridge.engines")
+    monkeypatch.setattr(engines, "_added", lambda: {"mine": point})
+    made = read(tmp_path, 'engine = "mine"\n[mine]\n[[row]]\nmodel = "llama"\ntarget = "hf"\n')
+    assert made.engine == "mine" and "mine" in made.settings
+    assert engines.make_engine("mine", engines.make_settings("mine", {}), Limits(2, 3)) == Local(2, 3)
+
+
+def test_the_engine_ray_is_an_entry_point_of_this_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["bridge.engines"] == {"ray": engines.BUILT_IN["ray"]}

@@ -25,8 +25,8 @@ import bridge
 from benchmarks.checkpoint import SMALL, make_checkpoint
 from bridge.core.errors import UsageError
 from bridge.workflows.batch.engines import make_engine
-from bridge.workflows.batch.engines import ray as engine_of_ray
-from bridge.workflows.batch.engines.ray import Ray, Settings
+from bridge.workflows.batch.engines.ray import engine as engine_of_ray
+from bridge.workflows.batch.engines.ray.engine import Ray, Settings
 from bridge.workflows.batch.job import CRASH
 from bridge.workflows.batch.values import BELOW, DONE, FAILED, Event, Job, Limits, Outcome, Row
 from tests.faults.struck import contents
@@ -290,7 +290,7 @@ def test_an_interrupt_ends_what_runs_and_shows_nothing_half_written(
 
 KILLED = """
 import sys
-from bridge.workflows.batch.engines.ray import Settings, make_engine
+from bridge.workflows.batch.engines.ray.engine import Settings, make_engine
 from bridge.workflows.batch.values import Job, Limits, Row
 
 def rows():

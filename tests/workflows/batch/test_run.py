@@ -23,7 +23,7 @@ import bridge
 from bridge.core.errors import BatchError, UsageError, WriteError
 from bridge.workflows.batch.manifest.read import read_manifest
 from bridge.workflows.batch.report import BatchReport
-from bridge.workflows.batch.run import Asked, run
+from bridge.workflows.batch.run import BatchOptions, run
 from bridge.workflows.batch.values import BELOW, DONE, FAILED, PLANNED, Event, Outcome
 from tests.covering import usual
 from tests.faults.struck import contents
@@ -185,7 +185,7 @@ def test_jobs_share_memory(tmp_path: Path) -> None:
     """Two rows that do not fit together run one after the other, whatever the number of workers."""
     spectator = Spectator()
     manifest = read_manifest(written(tmp_path, rows("int8_wo", "int4_wo", "nvfp4_wo")))
-    report = run(manifest, Asked(workers=3, memory=500 << 20), spectator)
+    report = run(manifest, BatchOptions(workers=3, memory=500 << 20), spectator)
     assert report.passed
     order = [event.name for event in spectator.events]
     assert len([name for name, before in zip(order, ["", *order], strict=False) if name != before]) == 3
@@ -209,7 +209,7 @@ def test_two_batches_of_one_manifest_do_not_mix(tmp_path: Path) -> None:
                 bridge.batch(manifest)
             refusals.append(str(caught.value))
 
-    assert run(read_manifest(manifest), Asked(), Spectator(second)).passed and refusals
+    assert run(read_manifest(manifest), BatchOptions(), Spectator(second)).passed and refusals
 
 
 @pytest.mark.slow
@@ -262,7 +262,7 @@ def test_a_worker_that_dies_is_one_failed_row_that_resumes(
             for worker in workers_of(os.getpid()):
                 worker.kill()
 
-    report = run(manifest, Asked(workers=1), Spectator(kill))
+    report = run(manifest, BatchOptions(workers=1), Spectator(kill))
     assert statuses(report) == {"int8_wo": DONE, "int4_wo": DONE, "dies": FAILED}
     assert report.outcomes["dies"].kind == "Crash" and "SIGKILL" in report.outcomes["dies"].error
     assert leftovers(tmp_path) == [".dies.partial"]
@@ -331,7 +331,7 @@ def test_one_calibration_serves_all_targets_and_changes_nothing(tmp_path: Path) 
     """Weights, config and calibration are those of `convert` alone, and outputs are compared as it does."""
     text = f'[[matrix]]\nmodel = "{TINY}"\ntarget = ["hf", "tripy", "trtllm"]\nquant = "fp8"\n'
     spectator = Spectator()
-    report = run(read_manifest(written(tmp_path, text)), Asked(workers=2), spectator)
+    report = run(read_manifest(written(tmp_path, text)), BatchOptions(workers=2), spectator)
     assert report.passed, [outcome.error for outcome in report.outcomes.values()]
     assert [outcome.status for outcome in report.calibrations] == [DONE]
     assert sum(event.stage == "calibrate" and 0 < event.done == event.total for event in spectator.events) == 1

@@ -28,7 +28,7 @@ from bridge.workflows.batch.manifest.read import read_manifest
 from bridge.workflows.batch.prepare import calibrations
 from bridge.workflows.batch.prepare import plan as planning
 from bridge.workflows.batch.report import BatchReport, read_earlier
-from bridge.workflows.batch.run import Asked, run
+from bridge.workflows.batch.run import BatchOptions, run
 from bridge.workflows.batch.values import DONE, FAILED, Event, Job, Limits, Outcome, Row
 from tests.faults.struck import contents
 
@@ -81,7 +81,7 @@ def test_a_row_that_is_late_goes_on_from_where_it_was(tmp_path: Path, monkeypatc
             if event.name == "late" and event.stage == "weights" and event.done:
                 passed[0] = 10_000
 
-    report = run(read_manifest(tmp_path / "batch.toml"), Asked(workers=1), Hurried())
+    report = run(read_manifest(tmp_path / "batch.toml"), BatchOptions(workers=1), Hurried())
     assert {name: end.status for name, end in report.outcomes.items()} == {"late": FAILED, "well": DONE}
     told = json.loads((tmp_path / "batch.batch.json").read_text())["rows"][0]
     assert told["status"] == FAILED and "timeout of 9000 s" in told["error"] and told["seconds"] >= 9_000
@@ -187,8 +187,8 @@ def test_a_shared_calibration_has_the_longest_timeout_of_its_rows(tmp_path: Path
 def test_a_dead_tries_last_word_does_not_start_the_clock_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next try waits for a node for longer than the row may run, then ends at once."""
     pytest.importorskip("ray")
-    from bridge.workflows.batch.engines import ray as engine_of_ray
-    from bridge.workflows.batch.engines import ray_calls
+    from bridge.workflows.batch.engines.ray import calls as ray_calls
+    from bridge.workflows.batch.engines.ray import engine as engine_of_ray
 
     now, board = [0.0], [Event("slow", "weights", 1, 2)]
 

@@ -21,7 +21,7 @@ from bridge.workflows.inspect.changes.layer_changes import Changes  # noqa: E402
 from bridge.workflows.inspect.changes.simulation import formats_of, simulated  # noqa: E402
 from bridge.workflows.inspect.collect import Schemes  # noqa: E402
 from bridge.workflows.inspect.layers import EXPERT, layers_of  # noqa: E402
-from bridge.workflows.inspect.twin import twin_of  # noqa: E402
+from bridge.workflows.inspect.written_model import load_written  # noqa: E402
 from tests.models.calibrated_models import built  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 from tests.workflows.inspect.formats_in_torch import config, disable, stats  # noqa: E402
@@ -63,7 +63,7 @@ def test_logits_are_those_of_what_bridge_writes(path: str, scheme: str, tmp_path
     found = logits(model)
     changes.detach()
     bridge.convert(path, out=tmp_path / "out", target="hf", quant=scheme, progress=False)
-    written = logits(twin_of(tmp_path / "out", open_source(path)).model.eval())
+    written = logits(load_written(tmp_path / "out", open_source(path)).model.eval())
     assert np.array_equal(found, written) if path == LLAMA else decibels(written, found) > 120
     assert 10 < decibels(plain, found) < 60 and np.array_equal(logits(model), plain) and not schemes.note_lines()
 

@@ -22,10 +22,9 @@ from bridge.calibration.importance import measure
 from bridge.core.errors import CalibrationError, PlanError, UsageError
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import whole_of
-from bridge.workflows.prune.budget import Sizer, parse_budget
-from bridge.workflows.prune.combine import least_costs
-from bridge.workflows.prune.ladders import ladders_of
+from bridge.workflows.prune.rounds import least_costs
 from bridge.workflows.prune.searched import Searched
+from bridge.workflows.prune.sizes import Sizer, ladders_of, parse_budget
 from bridge.workflows.prune.trial import Trial
 from tests.models.decoder_families import build
 

@@ -1,17 +1,29 @@
-"""The engines of a batch by name, each imported when needed."""
+"""The engines of a batch by name, each imported when needed.
+
+Packages add engines by entry points of the group "bridge.engines": each names a module as `batch.values.Engine` says.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint
 from typing import Any, get_args, get_type_hints
 
+from bridge.core.added import added
 from bridge.core.errors import UsageError
 from bridge.core.text import nearest
 from bridge.workflows.batch.values import Engine, Limits
 
-ENGINES = ("local", "ray")
+# Name -> module. Ray's is also an entry point of this package; here it is found without installed metadata.
+BUILT_IN = {"local": "bridge.workflows.batch.engines.local", "ray": "bridge.workflows.batch.engines.ray.engine"}
+
+
+def engine_names() -> tuple[str, ...]:
+    """Names of the built-in engines, then of those that entry points add."""
+    return tuple(dict.fromkeys((*BUILT_IN, *_added())))
 
 
 def make_settings(name: str, given: Mapping[str, Any]) -> Any:
@@ -37,6 +49,14 @@ def make_engine(name: str, settings: Any, limits: Limits) -> Engine:
 
 
 def _module(name: str) -> Any:
-    if name not in ENGINES:
-        raise UsageError(f"engine = {name!r} is unknown; {nearest(str(name), ENGINES)}")
-    return importlib.import_module(f"bridge.workflows.batch.engines.{name}")
+    if name in BUILT_IN:
+        return importlib.import_module(BUILT_IN[name])
+    if name not in _added():
+        raise UsageError(f"engine = {name!r} is unknown; {nearest(str(name), engine_names())}")
+    return _added()[name].load()
+
+
+@cache
+def _added() -> dict[str, EntryPoint]:
+    """Engines of other packages."""
+    return {point.name: point for point in added("bridge.engines")}

@@ -37,8 +37,8 @@ from bridge.core.parsing.limited import load_toml
 from bridge.core.parsing.problems import Problems
 from bridge.core.parsing.relative import absolute
 from bridge.core.text import byte_count, nearest, number
-from bridge.workflows.batch.engines import ENGINES, make_settings
-from bridge.workflows.batch.manifest.naming import MAX_LENGTH
+from bridge.workflows.batch.engines import engine_names, make_settings
+from bridge.workflows.batch.manifest.keys import MAX_LENGTH
 from bridge.workflows.batch.manifest.rows import make_rows
 from bridge.workflows.batch.values import Limits, Row
 
@@ -67,11 +67,12 @@ def read_manifest(path: str | Path) -> Manifest:
     """Read and check a manifest; one UsageError lists all problems."""
     path = Path(path)
     words, problems = _toml(path), Problems()
+    engines = engine_names()
     for key in words:
-        if key not in (*KEYS, *ENGINES):
-            problems.add(f"key `{key}` is unknown; {nearest(key, (*KEYS, *ENGINES))}")
+        if key not in (*KEYS, *engines):
+            problems.add(f"key `{key}` is unknown; {nearest(key, (*KEYS, *engines))}")
     engine = problems.take(_of, words, "engine", str, "local")
-    settings = {name: problems.take(make_settings, name, words.get(name, {})) for name in ENGINES if name in words}
+    settings = {name: problems.take(make_settings, name, words.get(name, {})) for name in engines if name in words}
     if engine is not None and engine not in settings:
         settings[engine] = problems.take(make_settings, engine, {})
     workers = problems.take(_of, words, "workers", int, None)

@@ -20,8 +20,18 @@ from bridge.core.text import byte_count, first_of, nearest, number
 from bridge.quant.schemes.catalog import kv_numeric
 from bridge.quant.schemes.load import load_scheme
 from bridge.targets import Target, load_target, make_options, target_names
-from bridge.workflows.batch.manifest.keys import OF_CHAINS, OWN, PLACES, UNCHANGED, mistyped_key, quoted
-from bridge.workflows.batch.manifest.naming import filled, names_in, redacted, short_name
+from bridge.workflows.batch.manifest.keys import (
+    OF_CHAINS,
+    OWN,
+    PLACES,
+    UNCHANGED,
+    filled,
+    mistyped_key,
+    names_in,
+    quoted,
+    redacted,
+    short_name,
+)
 from bridge.workflows.batch.values import Row
 
 NAME, OUT = "{model}-{quant}-{target}", "{name}"

@@ -20,8 +20,8 @@ from bridge.core.output.names import CALIBRATION
 from bridge.core.output.temporary import write_whole
 from bridge.core.remote.opening import written_at
 from bridge.core.remote.upload import staging_path
-from bridge.workflows.batch.manifest.naming import short_name
-from bridge.workflows.batch.prepare.finished import file_digest
+from bridge.workflows.batch.manifest.keys import short_name
+from bridge.workflows.batch.prepare.outputs import file_digest
 from bridge.workflows.batch.prepare.plan import PlannedRow, model_memory
 from bridge.workflows.batch.values import FAILED, Job, Outcome
 

@@ -31,10 +31,10 @@ from bridge.sources.source import Source
 from bridge.streaming.context import ConversionContext, Partition, StepResult
 from bridge.streaming.run import run_partition
 from bridge.targets import file_settings
-from bridge.workflows.batch.engines.ray_calls import Calls
+from bridge.workflows.batch.engines.ray.calls import Calls
 from bridge.workflows.batch.engines.worker import forget_peak, release_memory, use_cores
 from bridge.workflows.batch.job import run_job
-from bridge.workflows.batch.manifest.naming import redacted
+from bridge.workflows.batch.manifest.keys import redacted
 from bridge.workflows.batch.prepare.plan import FRESH
 from bridge.workflows.batch.values import Event, Job, Outcome
 
@@ -47,7 +47,7 @@ class Board:
     def __init__(self) -> None:
         self._events: dict[str, Event] = {}
 
-    def tell(self, event: Event) -> None:
+    def post(self, event: Event) -> None:
         self._events[event.name] = event
 
     def take(self) -> list[Event]:
@@ -61,22 +61,22 @@ def run_here(job: Job, board: Any, cpus: int, retries: int) -> Outcome:
     keep_pages()
     with own_cores(0 if executor else cpus):
         forget_peak()
-        outcome = run_job(job, _teller(board), executor)
+        outcome = run_job(job, _poster(board), executor)
         release_memory()
     return outcome
 
 
-def _teller(board: Any) -> Any:
+def _poster(board: Any) -> Any:
     """Send events to the board; those that come before the last one has arrived are dropped."""
     last: list[Any] = []
     lock = threading.Lock()
 
-    def tell(event: Event) -> None:
+    def post(event: Event) -> None:
         with lock:
             if not last or ray.wait(last, timeout=0)[0]:
-                last[:] = [board.tell.remote(event)]
+                last[:] = [board.post.remote(event)]
 
-    return tell
+    return post
 
 
 @dataclass(frozen=True)

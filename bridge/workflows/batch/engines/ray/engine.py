@@ -34,7 +34,7 @@ from bridge.workflows.batch.job import CRASH, overdue
 from bridge.workflows.batch.values import FAILED, Event, Job, Limits, Outcome, Watch
 
 if TYPE_CHECKING:
-    from bridge.workflows.batch.engines.ray_calls import Calls, Ended
+    from bridge.workflows.batch.engines.ray.calls import Calls, Ended
 
 OBJECTS = 128 << 20  # bytes of a local cluster's object store: for plans and calibrations, not for weights
 TIMEOUT = 10.0  # seconds to connect to the cluster's address
@@ -94,8 +94,8 @@ class Ray:
         with _cluster(self.settings, self.limits):
             import ray
 
-            from bridge.workflows.batch.engines.ray_calls import Calls
-            from bridge.workflows.batch.engines.ray_rows import Board
+            from bridge.workflows.batch.engines.ray.calls import Calls
+            from bridge.workflows.batch.engines.ray.rows import Board
 
             queue, running, since = JobQueue(jobs), dict[str, Job](), dict[str, float]()
             board = ray.remote(Board).options(num_cpus=0).remote()
@@ -130,7 +130,7 @@ class Ray:
 
         Only one spread job at a time: it keeps its own memory while it waits for its shards, so two could deadlock.
         """
-        from bridge.workflows.batch.engines.ray_rows import run_here
+        from bridge.workflows.batch.engines.ray.rows import run_here
 
         for job in queue.ready():
             busy = list(running.values())

@@ -20,7 +20,7 @@ from bridge.workflows.inspect.changes.simulation import PLAIN_KV
 
 
 @dataclass(frozen=True)
-class Twin:
+class WrittenModel:
     """A model of transformers with the weights of an output, dequantized, and hooks that quantize inputs.
 
     `notes`: what of the output does not run.
@@ -62,7 +62,7 @@ def scheme_of_output(model: Any) -> tuple[Scheme | None, Calibration | None]:
     return scheme, found if of_inputs else None  # others chose codes of weights
 
 
-def twin_of(directory: Path, source: Source) -> Twin:
+def load_written(directory: Path, source: Source) -> WrittenModel:
     """Load the model of an output of target hf. CannotRun if transformers cannot."""
     from bridge.sources.live_models.checkpoint_names import live_names, tied_names
     from bridge.targets.hf.runtime import Runtime
@@ -79,4 +79,4 @@ def twin_of(directory: Path, source: Source) -> Twin:
         FakeInputs(model, codes)
     if any(step.kv for step in plan.steps):
         notes.append(PLAIN_KV)
-    return Twin(model, plan, tuple(notes))
+    return WrittenModel(model, plan, tuple(notes))

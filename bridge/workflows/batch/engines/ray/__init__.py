@@ -1,0 +1,1 @@
+"""The engine "ray": found by its name, imported by nothing else."""
