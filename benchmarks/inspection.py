@@ -23,7 +23,8 @@ from schemes import directory
 
 import bridge
 from bridge.sources.opening import open_source
-from bridge.workflows.inspect.config.stat_names import BLOCKWISE, TENSOR_STATS
+from bridge.workflows.inspect.routes import BLOCKWISE
+from bridge.workflows.inspect.te.stat_names import TENSOR_STATS
 
 ROWS, TOKENS = 8, 128
 ALL = [stat for stat in TENSOR_STATS if stat != BLOCKWISE]

@@ -87,8 +87,8 @@ def test_check_of_the_tables_loads_no_framework() -> None:
 
 @pytest.mark.slow
 def test_a_config_of_inspect_is_read_without_a_framework() -> None:
-    code = "from bridge.workflows.inspect.config import listing, resolve"
-    read = "from bridge.workflows.inspect.config.read import read_config; read_config(None)"
+    code = "from bridge.workflows.inspect import layers; from bridge.workflows.inspect.te import resolve"
+    read = "from bridge.workflows.inspect.te.read import read_config; read_config(None)"
     assert not loaded(f"{code}\n{read}") & FRAMEWORKS
 
 

@@ -1,1 +1,1 @@
-"""What scripts call: one conversion stage by stage, sensitivity, other names."""
+"""What scripts call: one conversion stage by stage, sensitivity."""

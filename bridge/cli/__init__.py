@@ -1,1 +1,1 @@
-"""The command line: one module per verb, terminal output, options."""
+"""The command line: verbs, one table of flags, terminal output."""

@@ -4,46 +4,39 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
 
-from bridge.cli.arguments import Debug, Json, print_json
-from bridge.cli.terminal import session
-from bridge.cli.verb import Option, verb
+from bridge.cli.terminal import Terminal
+from bridge.cli.verb import no_bars, verb
 
 AGES = ((86400, "day"), (3600, "hour"), (60, "minute"))  # seconds of each
 
 
-@verb("qbridge cache --clear")
-def cache(
-    clear: Annotated[bool, Option("--clear", help="remove all of it; it is made again if needed")] = False,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+@verb("qbridge cache --clear", "clear json debug", quiet=no_bars)
+def cache(terminal: Terminal, clear: bool) -> None:
     """List the graphs, structures and kernels that are kept.
 
     They lie in $XDG_CACHE_HOME/qbridge, or ~/.cache/qbridge, and depend on no weight. A file is used only if the same
     code made it for the same config and kind of machine. `key` tells files apart that are of models with one name.
     """
-    with session(debug=debug, quiet=True) as terminal:
-        from bridge.core.output import cache
-        from bridge.core.text import number, size
-        from bridge.reporting.columns import Columns
+    from bridge.core.output import cache
+    from bridge.core.text import number, size
+    from bridge.reporting.columns import Columns
 
-        entries = cache.clear() if clear else cache.entries()
-        if as_json:
-            keys = ("kind", "what", "key", "bytes", "used", "path")
-            rows = [{key: _plain(getattr(entry, key)) for key in keys} for entry in entries]
-            print_json(terminal, {"removed": rows} if clear else rows)
-            return
-        if entries and not clear:
-            now = time.time()
-            table = [(cache.KINDS[e.kind], e.what, e.key, size(e.bytes), age(now - e.used)) for e in entries]
-            terminal.print(Columns(("kept", "of", "key", "size", "last used"), table, (3,), wrap=False), "")
-        if not entries and (why := cache.why_disabled()):
-            terminal.print(f"nothing is kept: {why}")
-            return
-        total = f"{number(len(entries), 'file')}, {size(sum(entry.bytes for entry in entries))}"
-        terminal.print(f"{cache.directory('')}: {'removed ' if clear else ''}{total}")
+    entries = cache.clear() if clear else cache.entries()
+    if terminal.json:
+        keys = ("kind", "what", "key", "bytes", "used", "path")
+        rows = [{key: _plain(getattr(entry, key)) for key in keys} for entry in entries]
+        terminal.print_json({"removed": rows} if clear else rows)
+        return
+    if entries and not clear:
+        now = time.time()
+        table = [(cache.KINDS[e.kind], e.what, e.key, size(e.bytes), age(now - e.used)) for e in entries]
+        terminal.print(Columns(("kept", "of", "key", "size", "last used"), table, (3,), wrap=False), "")
+    if not entries and (why := cache.why_disabled()):
+        terminal.print(f"nothing is kept: {why}")
+        return
+    total = f"{number(len(entries), 'file')}, {size(sum(entry.bytes for entry in entries))}"
+    terminal.print(f"{cache.directory('')}: {'removed ' if clear else ''}{total}")
 
 
 def age(seconds: float) -> str:

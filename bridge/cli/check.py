@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import bridge
-from bridge.cli.arguments import Debug, Json, print_json
-from bridge.cli.terminal import FAILED, Exit, session
-from bridge.cli.verb import Argument, verb
+from bridge.cli.terminal import FAILED, Exit, Terminal
+from bridge.cli.verb import no_bars, verb
 from bridge.core.addresses import check_length, is_remote, shown
 from bridge.core.errors import BridgeError, SourceError, TableError, UsageError
 from bridge.core.mappings import TableFile, parse_table
@@ -181,30 +180,20 @@ def _check_dialect(file: TableFile) -> list[str]:
     return problems + [f"no table lists `{name}`" for name, table in known.items() if table is None]
 
 
-@verb("qbridge check llama-fp8 recipe.toml")
-def check(
-    paths: Annotated[
-        list[str] | None,
-        Argument(metavar="[PATH]...", help="written models, .onnx and .gguf files, recipes, tables"),
-    ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+@verb("qbridge check llama-fp8 recipe.toml", "paths json debug", quiet=no_bars)
+def check(terminal: Terminal, paths: list[str] | None) -> None:
     """Check tables and schemes, or the files in PATH.
 
     Exits with 1 if anything is wrong.
     """
-    with session(debug=debug, quiet=True) as terminal:
-        problems = check_paths(paths) if paths else [Problem(line) for line in bridge.check()]
-        if as_json:
-            print_json(terminal, [problem._asdict() for problem in problems])
-        else:
-            where = ", ".join(map(str, paths or [])) or "tables and schemes"
-            written = any((Path(path) / MANIFEST).is_file() for path in paths or [])
-            well = "all is well" + ("; `qbridge verify` compares the weights with their source" if written else "")
-            count = number(len(problems), "problem") if problems else well
-            terminal.print(
-                *(problem.text for problem in problems), *loaded_by(paths or [], problems), f"{where}: {count}"
-            )
-        if any(problem.fatal for problem in problems):
-            raise Exit(FAILED)
+    problems = check_paths(paths) if paths else [Problem(line) for line in bridge.check()]
+    if terminal.json:
+        terminal.print_json([problem._asdict() for problem in problems])
+    else:
+        where = ", ".join(map(str, paths or [])) or "tables and schemes"
+        written = any((Path(path) / MANIFEST).is_file() for path in paths or [])
+        well = "all is well" + ("; `qbridge verify` compares the weights with their source" if written else "")
+        count = number(len(problems), "problem") if problems else well
+        terminal.print(*(problem.text for problem in problems), *loaded_by(paths or [], problems), f"{where}: {count}")
+    if any(problem.fatal for problem in problems):
+        raise Exit(FAILED)

@@ -1,7 +1,4 @@
-"""The verbs of the package as commands.
-
-Each has a module of its own, which is imported when it is asked for.
-"""
+"""The entry of the command line: the list of verbs, each of which is imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -33,6 +30,7 @@ VERBS = {
     "cache": "List the graphs, structures and kernels that are kept.",
     "golden": "Record and check regression snapshots.",
 }
+OWN_MODULE = ("check", "show", "batch", "cache", "golden")  # the other verbs are in `bridge.cli.verbs`
 
 
 class Verbs(Group):
@@ -41,7 +39,8 @@ class Verbs(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"bridge.cli.{cmd_name}"), cmd_name)
+        module = importlib.import_module(f"bridge.cli.{cmd_name if cmd_name in OWN_MODULE else 'verbs'}")
+        command: click.Command = getattr(module, cmd_name)()
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 
-from bridge.cli.arguments import Debug, Json, print_json
-from bridge.cli.terminal import session
-from bridge.cli.verb import Argument, Option, verb
+from bridge.cli.terminal import Terminal
+from bridge.cli.verb import no_bars, verb
 from bridge.core.addresses import check_length, is_remote
 from bridge.core.errors import UsageError, VerifyError
 from bridge.core.mappings import read_table, table_files
@@ -226,26 +225,11 @@ def calibration_table(calibration: Calibration) -> RenderableType:
     return Group(*parts)
 
 
-@verb("qbridge show schemes")
-def show(
-    what: Annotated[
-        str,
-        Argument(
-            metavar="WHAT",
-            help="schemes, targets, architectures, runtimes; a scheme, table, output or calibration",
-        ),
-    ],
-    every: Annotated[bool, Option("--all", help="one line per tensor; every spelling of a dialect")] = False,
-    dialect: Annotated[
-        str | None, Option(help="a dialect, such as megatron, to show next to an architecture's table")
-    ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+@verb("qbridge show schemes", "what every dialect json debug", quiet=no_bars)
+def show(terminal: Terminal, what: str, every: bool, dialect: str | None) -> None:
     """Show a scheme, table, written model or calibration."""
-    with session(debug=debug, quiet=True) as terminal:
-        data, tables = describe(what, every, dialect)
-        if as_json:
-            print_json(terminal, data)
-        else:
-            terminal.print(*tables)
+    data, tables = describe(what, every, dialect)
+    if terminal.json:
+        terminal.print_json(data)
+    else:
+        terminal.print(*tables)

@@ -51,6 +51,9 @@ class Terminal:
     out: Console
     progress: Progress
     err: TextIO = field(default_factory=lambda: sys.stderr)
+    json: bool = False
+    quiet: bool = False
+    verbose: bool = False
 
     def print(self, *what: Any) -> None:
         """Print renderables to stdout, every line whole: rich would crop lines wider than the terminal.
@@ -67,11 +70,16 @@ class Terminal:
         self.out.file.write(printable(text))
         self.out.file.flush()
 
-    def finish(self, result: Any, table: Any, as_json: bool, quiet: bool, code: int = BELOW) -> None:
+    def print_json(self, data: Any) -> None:
+        import json
+
+        self.print(json.dumps(data, indent=2, default=str))
+
+    def finish(self, result: Any, table: Any, code: int = BELOW) -> None:
         """Print a result as JSON or as `table`, and exit with `code` unless it passed."""
-        if as_json:
+        if self.json:
             self.print(result.to_json())
-        elif not quiet:
+        elif not self.quiet:
             self.print(table)
         if not result.passed:
             raise Exit(code)

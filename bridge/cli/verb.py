@@ -1,18 +1,22 @@
-"""Commands from functions: a parameter's annotation is its argument or flag.
+"""Commands from functions and from rows of the table of flags.
 
-Typer reads the same annotations and imports pydantic to do it: 0.2 s of every command, where click takes 0.05 s.
+Typer would read annotations, and imports pydantic to do it: 0.2 s of every command, where click takes 0.05 s.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
+
+from bridge.cli.flags import REQUIRED, Flag, flag_of
+from bridge.cli.terminal import session
 
 
 class Word(click.types.StringParamType):
@@ -26,43 +30,66 @@ class Word(click.types.StringParamType):
 
 EXITS = "Exit codes: 0 done, 1 failed, 2 usage, 3 written but parity failed."
 TYPES = {str: Word(), int: click.INT, float: click.FLOAT, Path: click.Path(path_type=Path)}
+PRINTING = ("json", "quiet", "verbose")  # these flags are fields of `Terminal`
+Words = Mapping[str, Any]
+Command = Callable[[], click.Command]
 
 
-class Declared:
-    """What an annotation adds to the type: `Annotated[int, Option("--count", help="how many", min=1)]`."""
-
-    def __init__(
-        self,
-        *names: str,
-        help: str = "",
-        metavar: str | None = None,
-        min: int | None = None,
-        hidden: bool = False,
-        complete: Callable[[str], list[str]] | None = None,
-    ) -> None:
-        self.names, self.help, self.metavar = names, help, metavar
-        self.min, self.hidden, self.complete = min, hidden, complete
+def no_bars(words: Words) -> bool:
+    """Show no progress: the verb is short, or prints its own."""
+    return True
 
 
-class Option(Declared):
-    """A flag; without names it is called like the parameter."""
+def shared(words: Words) -> bool:
+    """Whether another process of the same run prints the results, as `torchrun` starts them."""
+    from bridge.calibration.walk.workers.processes import launched
 
-
-class Argument(Declared):
-    """A word without a flag, by position."""
+    return launched()[0] > 0
 
 
 def verb(
-    example: str, exits: str = "", cls: type[click.Command] = click.Command
-) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a command of a function; its help ends with its exit codes and an example."""
+    example: str,
+    flags: str,
+    *,
+    exits: str = "",
+    group: str = "",
+    for_target: bool = False,
+    quiet: Callable[[Words], bool] = lambda words: bool(words.get("quiet")),
+    silent: Callable[[Words], bool] = lambda words: False,
+) -> Callable[[Callable[..., None]], Command]:
+    """Declare a verb: a function of the terminal and of what `flags`, names of rows, give.
 
-    def make(function: Callable[..., None]) -> click.Command:
-        epilog = "\n\n".join([*([exits] if exits else []), f"Example: {example}"])
-        params = [_param(one) for one in inspect.signature(function, eval_str=True).parameters.values()]
-        return cls(function.__name__, callback=function, params=params, help=inspect.getdoc(function), epilog=epilog)
+    The help is the function's docstring, its exit codes and an example. `for_target`: it takes the options of targets,
+    too. `quiet` and `silent` are arguments of `session`. The command is made when it is asked for, since targets are
+    loaded for their options.
+    """
 
-    return make
+    def declare(function: Callable[..., None]) -> Command:
+        name = function.__name__
+        rows = {row: flag_of(f"{group}.{name}".lstrip("."), row) for row in flags.split()}
+
+        def run(**words: Any) -> None:
+            with session(debug=words.pop("debug"), quiet=quiet(words), silent=silent(words)) as terminal:
+                printing = {row: words.pop(row) for row in PRINTING if row in words}
+                given = {row: _value(flag, words.pop(row)) for row, flag in rows.items() if row in words}
+                options = {row: value for row, value in words.items() if value is not None}  # of the target
+                function(replace(terminal, **printing), **given, **options)
+
+        @functools.cache
+        def command() -> click.Command:
+            epilog = "\n\n".join([*([exits] if exits else []), f"Example: {example}"])
+            kind: type[click.Command] = click.Command
+            params = [parameter(row, flag) for row, flag in rows.items()]
+            if for_target:
+                from bridge.cli.target_options import TargetCommand, target_flags
+
+                kind = TargetCommand
+                params += target_flags()
+            return kind(name, callback=run, params=params, help=inspect.getdoc(function), epilog=epilog)
+
+        return command
+
+    return declare
 
 
 class Group(click.Group):
@@ -72,31 +99,31 @@ class Group(click.Group):
         return list(self.commands)
 
 
-def _param(parameter: inspect.Parameter) -> click.Parameter:
-    """The argument or flag of one parameter."""
-    annotation, declared = get_args(parameter.annotation)
-    kind, several = _kind(annotation)
-    required = parameter.default is inspect.Parameter.empty
-    more: dict[str, Any] = {"help": declared.help, "required": required}
+def parameter(name: str, flag: Flag, hidden: bool = False) -> click.Parameter:
+    """Make click's argument or option of a row."""
+    required = flag.default is REQUIRED
+    inverted = flag.kind is bool and flag.default is True
+    more: dict[str, Any] = {"help": flag.help, "required": required}
     if not required:
-        more["default"] = parameter.default
-    if kind is not bool:
-        more["type"] = TYPES[kind] if declared.min is None else click.IntRange(min=declared.min)
-    if several:
-        more["callback"] = lambda _ctx, _param, values: list(values) or None
-    if (complete := declared.complete) is not None:
+        more["default"] = False if inverted else flag.default
+    if flag.kind is not bool:
+        more["type"] = TYPES[flag.kind] if flag.min is None else click.IntRange(min=flag.min)
+    if (complete := flag.complete) is not None:
         more["shell_complete"] = lambda _ctx, _param, begin: complete(begin) or [CompletionItem(begin, type="file")]
-    if isinstance(declared, Argument):
-        return click.Argument([parameter.name], metavar=declared.metavar, nargs=-1 if several else 1, **more)
-    names = declared.names or (f"--{parameter.name.replace('_', '-')}",)
-    metavar = declared.metavar or (None if kind is bool else f"<{kind.__name__.lower()}>")
+    if flag.argument:
+        return click.Argument([name], metavar=flag.metavar, nargs=-1 if flag.several else 1, **more)
+    names = flag.names.split() or [f"--{'no-' if inverted else ''}{name.replace('_', '-')}"]
+    metavar = flag.metavar or (None if flag.kind is bool else f"<{flag.kind.__name__.lower()}>")
     return click.Option(
-        [parameter.name, *names], is_flag=kind is bool, multiple=several, metavar=metavar, hidden=declared.hidden,
-        show_default=bool(parameter.default) and not required, **more,
+        [name, *names], is_flag=flag.kind is bool, multiple=flag.several, metavar=metavar, hidden=hidden,
+        show_default=bool(more.get("default")), **more,
     )  # fmt: skip
 
 
-def _kind(annotation: Any) -> tuple[type, bool]:
-    """The type of one word, and whether there may be several: `list[str] | None` has words of `str`."""
-    single = get_args(annotation)[0] if isinstance(annotation, UnionType) else annotation
-    return (get_args(single)[0], True) if get_origin(single) is list else (single, False)
+def _value(flag: Flag, value: Any) -> Any:
+    """What the verb gets of a parsed word."""
+    if flag.kind is bool and flag.default is True:
+        return not value
+    if flag.several:
+        value = list(value) or None
+    return value if flag.read is None or value is None else flag.read(value)

@@ -110,14 +110,14 @@ def _batch() -> None:
 
 
 def _inspect() -> None:
-    from bridge.workflows.inspect.config.read import read_config
+    from bridge.workflows.inspect.te.read import read_config
 
     section = {"enabled": True, "layers": {"layer_type": "all"}, "bridge": {"LogTensorStat": {"enabled": True}}}
     read_config({"everything": section})
 
 
 def _nemo(**config: object) -> None:
-    from bridge.workflows.prune.nemo import PruningConfig, prune_language_model
+    from bridge.compat.nemo_prune import PruningConfig, prune_language_model
 
     prune_language_model(SOURCE, PruningConfig(**config))
 
@@ -134,7 +134,7 @@ EXAMPLES: dict[str, Example] = {
         "Correct the two configs. It is an `AssertionError` too, as in NeMo.",
     ),
     "PruningValueError": Example(
-        "PruningConfig(drop_layers=[4], target_num_layers=4)   # of bridge.workflows.prune.nemo",
+        "PruningConfig(drop_layers=[4], target_num_layers=4)   # of bridge.compat.nemo_prune",
         lambda: _nemo(drop_layers=[4], target_num_layers=4),
         "Name the layers, or their number. It is a `ValueError` too, as in NeMo.",
     ),
@@ -214,7 +214,7 @@ EXAMPLES: dict[str, Example] = {
         "Give the directory that `convert` wrote, and the model that was converted.",
     ),
     "InspectError": Example(
-        'read_config("config.yaml")   # of bridge.workflows.inspect.config',
+        'read_config("config.yaml")   # of bridge.workflows.inspect.te',
         _inspect,
         "Correct the lines that the message names. It lists all mistakes of the file, before a model is loaded.",
     ),

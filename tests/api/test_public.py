@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +93,18 @@ def test_the_names_are_these_and_no_others() -> None:
     names = {*SIGNATURES, *values}
     assert set(bridge.__all__) == names
     assert all(getattr(bridge, name) is not None for name in names)
+
+
+def test_type_checkers_see_the_same_names_at_the_same_homes() -> None:
+    stub = ast.parse(Path(bridge.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    found = {}
+    for line in stub.body:
+        assert isinstance(line, ast.ImportFrom)
+        for name in line.names:
+            assert name.asname == name.name, "without `as` a name is private"
+            found[name.name] = line.module
+    packages = {name: home.rpartition(".")[0] for name, home in bridge._PACKAGES.items()}
+    assert found == bridge._HOME | packages
 
 
 @pytest.mark.parametrize("verb", SIGNATURES)

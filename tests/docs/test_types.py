@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from bridge.api import words
-from bridge.cli.arguments import target_options
+from bridge.cli.target_options import target_options
 from bridge.quant.schemes.catalog import kv_names, scheme_names
 from bridge.targets import BUILT_IN
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.api.fp8_casts import (
+from bridge.compat.fp8_casts import (
     calculate_scale_shape,
     dequantize_from_fp8,
     groupwise_activation_quant,
@@ -175,7 +175,7 @@ def test_wrong_shapes_are_named() -> None:
 @pytest.mark.slow
 def test_casting_loads_no_framework() -> None:
     code = (
-        "import sys, numpy as np, bridge.api.fp8_casts as g; g.dequantize_from_fp8(*g.per_block_cast_to_fp8("
+        "import sys, numpy as np, bridge.compat.fp8_casts as g; g.dequantize_from_fp8(*g.per_block_cast_to_fp8("
         "np.ones((3, 4), np.float32), 'float32')); assert not {'torch', 'triton', 'ml_dtypes'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

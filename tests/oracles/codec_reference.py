@@ -121,7 +121,7 @@ def smooth(w: Tensor, s: Tensor) -> Tensor:
     return (w.float() * (1 / s)).to(w.dtype)
 
 
-# The casts of `bridge.api.fp8_casts`.
+# The casts of `bridge.compat.fp8_casts`.
 
 
 def by_quotient(x: Tensor, block: int, least: float) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ def _doors(whose: str) -> Any:
     """The functions by NeMo's names."""
     if whose == "nemo":
         return nemo_modules.distillation()
-    from bridge.api import nemo_distill
+    from bridge.compat import nemo_distill
 
     if whose == "bridge":
         return nemo_distill

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bridge.workflows.inspect.config.layers import Layer
+from bridge.workflows.inspect.layers import Layer
 
 
 def start_megatron(store: str) -> None:
@@ -35,7 +35,7 @@ def torchtitan(name: str, era: str) -> list[tuple[Layer, tuple[int, ...]]]:
 
 
 def _layers(model: Any) -> list[tuple[Layer, tuple[int, ...]]]:
-    from bridge.workflows.inspect.config.listing import layers_of
+    from bridge.workflows.inspect.layers import layers_of
 
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters(remove_duplicate=False)}
     return [(each, shapes[f"{each.module}.{each.parameter}"]) for each in layers_of(model)]
@@ -81,7 +81,7 @@ def seen(model: Any, run: Any) -> dict[tuple[int | None, str, str, str], float]:
     import torch
 
     import bridge
-    from bridge.workflows.inspect.config.listing import layers_of
+    from bridge.workflows.inspect.layers import layers_of
 
     numbers = {layer.name: layer.number for layer in layers_of(model)}
     with torch.no_grad(), bridge.inspecting(model, ONE_CONFIG) as session:

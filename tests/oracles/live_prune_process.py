@@ -27,7 +27,7 @@ def main(store: str) -> list[dict[str, Any]]:
 
 def pruned(given: dict[str, Any]) -> dict[str, Any]:
     """Prune one model; its answers beside those of transformers with the weights that bridge.pruned keeps."""
-    from bridge.workflows.prune.nemo import PruningConfig, prune_language_model
+    from bridge.compat.nemo_prune import PruningConfig, prune_language_model
 
     ids = torch.randint(0, distill_process.VOCAB, (8, 16), generator=torch.Generator().manual_seed(0))
     model = distill_process._model(128, 4, 1, 1).eval()
@@ -54,8 +54,8 @@ def pruned(given: dict[str, Any]) -> dict[str, Any]:
 def _expected(given: dict[str, Any], ids: Any) -> Any:
     """Answers of the same cut of the same weights in transformers."""
     import bridge
+    from bridge.compat.nemo_prune import PruningConfig
     from bridge.sources.live_models.megatron import open_live
-    from bridge.workflows.prune.nemo import PruningConfig
 
     model, config = distill_process._model(128, 4, 1, 1).eval(), PruningConfig(**given)
     source = bridge.pruned(

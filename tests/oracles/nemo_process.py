@@ -13,7 +13,7 @@ from tests.oracles import megatron_process
 
 def pruned(name: str, config: dict[str, Any], ids: list[np.ndarray]) -> tuple[np.ndarray, Any]:
     """Logits on the first batch of a live model that `prune_language_model` changed in place, and its sizes."""
-    from bridge.workflows.prune.nemo import PruningConfig, prune_language_model
+    from bridge.compat.nemo_prune import PruningConfig, prune_language_model
 
     model = megatron_process.filled(name)
     holder = torch.nn.Module()
@@ -46,7 +46,7 @@ class Loader:
 
 def refused(name: str) -> dict[str, str]:
     """What the door says to live models that it does not prune; none of them changes."""
-    from bridge.workflows.prune.nemo import PruningConfig, PruningSizeError, prune_language_model
+    from bridge.compat.nemo_prune import PruningConfig, PruningSizeError, prune_language_model
 
     messages = {}
 

@@ -45,7 +45,7 @@ def _validate(model: Any, data: Any, trainer: Any, tokenizer: str) -> None:
 
 def _both(nemo: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Names of tensors, those that differ, and fields of the configs that do."""
-    from bridge.workflows.prune.nemo import PruningConfig, prune_language_model
+    from bridge.compat.nemo_prune import PruningConfig, prune_language_model
 
     ours, theirs = (distill_process._model(128, 4, 1, 1).eval() for _ in range(2))
     prune_language_model(ours, PruningConfig(**given), [{"input_ids": ids} for ids in BATCHES])

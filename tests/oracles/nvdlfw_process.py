@@ -94,7 +94,7 @@ def own_classes(folder: Path) -> list[str]:
     """What bridge loads of `OWN`, while nvdlfw-inspect's engine is off and its log is not open."""
     from nvdlfw_inspect import logging, registry
 
-    from bridge.workflows.inspect.features.classes import load_features
+    from bridge.workflows.inspect.te.classes import load_features
 
     folder.mkdir()
     (folder / "own.py").write_text(OWN)

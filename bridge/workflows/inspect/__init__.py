@@ -1,1 +1,1 @@
-"""Statistics of tensors, and a quantized model beside its source."""
+"""Statistics of tensors, and a quantized model compared with its source."""

@@ -1,4 +1,4 @@
-"""Add up what a step's tensors tell, layer by layer."""
+"""Statistics of a step's tensors, summed layer by layer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from bridge.quant.codec.arrays import Array
 from bridge.quant.schemes.catalog import named_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.memory import bits_of
-from bridge.workflows.inspect.config.features import Options
-from bridge.workflows.inspect.config.layers import CONV, Layer
-from bridge.workflows.inspect.config.resolve import Route
-from bridge.workflows.inspect.config.stat_names import QuantStat, TensorStat
+from bridge.workflows.inspect.layers import CONV, Layer
 from bridge.workflows.inspect.result import CodeRange, Magnitudes, Record
+from bridge.workflows.inspect.routes import Options, QuantStat, Route, TensorStat
 from bridge.workflows.inspect.statistics import on_device
 from bridge.workflows.inspect.statistics.losses import LossSums, loss, losses
 from bridge.workflows.inspect.statistics.on_device import DeviceSums
@@ -84,7 +82,7 @@ class Schemes:
     def note(self, what: str, layer: Layer) -> None:
         self.notes.setdefault(what, set()).add(layer.name)
 
-    def told(self) -> list[str]:
+    def note_lines(self) -> list[str]:
         """The notes in words, with the first layers of each."""
         return [f"{what}: {number(len(layers), 'layer')} ({named(layers)})" for what, layers in self.notes.items()]
 

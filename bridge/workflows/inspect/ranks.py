@@ -17,7 +17,7 @@ import numpy as np
 from bridge.core.errors import InspectError
 from bridge.quant.codec.arrays import Array
 from bridge.workflows.inspect.collect import Sums
-from bridge.workflows.inspect.config.layers import Layer
+from bridge.workflows.inspect.layers import Layer
 from bridge.workflows.inspect.statistics.losses import LossSums
 from bridge.workflows.inspect.statistics.sums import TensorSums
 

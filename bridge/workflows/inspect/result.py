@@ -14,7 +14,7 @@ from bridge.core.display import Displayed, Table
 from bridge.core.errors import UsageError
 from bridge.core.text import nearest, size
 from bridge.quant.schemes.catalog import scheme_names
-from bridge.workflows.inspect.config.stat_names import ALIASES, COLUMNWISE, QUANT_STATS
+from bridge.workflows.inspect.routes import ALIASES, COLUMNWISE, QUANT_STATS
 from bridge.workflows.inspect.side_by_side import Compared, Difference
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Inspection(Displayed):
             loudest = min(self.compared, key=lambda row: row.accumulated.decibels)
             text += [
                 f"{len(self.compared):,} modules compared; the largest error is that of {loudest.module}, "
-                f"{said(loudest.accumulated)}"
+                f"{decibels_text(loudest.accumulated)}"
             ]
         if self.first_bad:
             text += [f"first not finite: {self.first_bad}"]
@@ -251,7 +251,7 @@ def badness(record: Record, rising: bool) -> float:
 
 
 def is_bad(record: Record) -> bool:
-    """Whether a record tells that its tensor holds a NaN or an infinity."""
+    """Whether a record counts a NaN or an infinity in its tensor."""
     if record.stat in ("nan%", "inf%"):
         return bool(record.value)
     if record.value is not None:
@@ -282,7 +282,7 @@ def inspection_table(seen: Inspection, worst: int, out: str | None) -> Renderabl
     return Group(*table, *seen.lines(), *([line("page", f"{out}/inspect.html")] if out else []))
 
 
-def said(found: Difference | None) -> str:
+def decibels_text(found: Difference | None) -> str:
     """A signal-to-noise ratio in words."""
     if found is None:
         return ""
@@ -303,7 +303,7 @@ def cost_cells(cost: Cost, costs: Sequence[Cost]) -> tuple[str, ...]:
 
 def _cells(row: Compared) -> tuple[str, ...]:
     ratio = row.alone.norm_ratio if row.alone else row.accumulated.norm_ratio
-    return row.module, said(row.alone), said(row.accumulated), f"{ratio:.4f}"
+    return row.module, decibels_text(row.alone), decibels_text(row.accumulated), f"{ratio:.4f}"
 
 
 def _value(value: float | None) -> str:

@@ -4,36 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from bridge.core.text import number
 from bridge.tracker.eager import run_eagerly
 from bridge.workflows.inspect.changes.layer_changes import Changes, Simulated
 from bridge.workflows.inspect.changes.simulation import PLAIN_KV
 from bridge.workflows.inspect.collect import Collector, Schemes, gather
-from bridge.workflows.inspect.config.layers import EXPERT, Layer
-from bridge.workflows.inspect.config.listing import not_listed, unwrapped
-from bridge.workflows.inspect.config.resolve import Route, Routing
-from bridge.workflows.inspect.experts import ExpertsWatch
-from bridge.workflows.inspect.features.classes import FeatureClass, unnamed
-from bridge.workflows.inspect.features.dumps import Dumps
-from bridge.workflows.inspect.features.own import OwnFeatures
-from bridge.workflows.inspect.masks import Mask, Masks
+from bridge.workflows.inspect.dumps import Dumps
+from bridge.workflows.inspect.hooks.experts import ExpertsWatch
+from bridge.workflows.inspect.hooks.masks import Mask, Masks
+from bridge.workflows.inspect.hooks.watch import BACKWARD, Watch
+from bridge.workflows.inspect.language import NO_FEATURES, RunningFeatures
+from bridge.workflows.inspect.layers import EXPERT, Layer, not_listed, unwrapped
 from bridge.workflows.inspect.ranks import Ranks, own_part
 from bridge.workflows.inspect.result import Inspection, Magnitudes, Record
+from bridge.workflows.inspect.routes import Route, Routing
 from bridge.workflows.inspect.save import StepsFile
-from bridge.workflows.inspect.tracked import told
-from bridge.workflows.inspect.watch import BACKWARD, Watch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bridge.tracker.finite import NanFinder
+    from bridge.tracker.finite import NanFinder, NotFinite
 
-EMPTY: Mapping[str, str] = MappingProxyType({})
-NOTHING: Mapping[str, Simulated] = MappingProxyType({})
-OWN: Mapping[str, FeatureClass] = MappingProxyType({})
 Sink = Callable[[str, float, int], None]
 UNSEEN = (
     "its module was not called (another one may use its weight), or inside compiled code",
@@ -45,33 +40,47 @@ PADDED_EXPERTS = "experts get tokens without their places, so padding counts in"
 WITH_ROWS = ("activation", "output", "gradient", "dgrad")  # tensors with a row a token
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a session looks at and changes. `simulated`: layers that run quantized at each step."""
+
+    routing: Routing
+    schemes: Schemes
+    about: Mapping[str, str] = field(default_factory=dict)
+    simulated: Mapping[str, Simulated] = field(default_factory=dict)
+    features: RunningFeatures = NO_FEATURES
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where the results of a session's steps go, besides its `inspection`."""
+
+    sink: Sink | None = None
+    steps: StepsFile | None = None
+    dumps: Dumps | None = None
+
+
 class Session:
-    """An inspection of a live model. `step` ends a step: what it told becomes records, and hooks follow the schedule.
+    """An inspection of a live model. `step` ends a step: its statistics become records, and hooks follow the schedule.
 
     A step may have several forward and backward passes (microbatches). Rows that `attention_mask` leaves out do not
-    count. `simulated`: layers that run quantized at each step. Other layers have the same bits as without, unless a
-    feature changes them; `detach` leaves nothing behind.
+    count. Layers that `setup` does not change have the same bits as without; `detach` leaves nothing behind.
     """
 
     def __init__(
         self,
         model: Any,
-        routing: Routing,
-        schemes: Schemes,
-        about: Mapping[str, str] = EMPTY,
-        sink: Sink | None = None,
-        steps: StepsFile | None = None,
-        simulated: Mapping[str, Simulated] = NOTHING,
-        dumps: Dumps | None = None,
-        own: Mapping[str, FeatureClass] = OWN,
+        setup: Setup,
+        outputs: Outputs | None = None,
         ranks: Ranks | None = None,
         finder: NanFinder | None = None,
     ) -> None:
-        self.model, self.routing, self.schemes, self.about = model, routing, schemes, about
-        self._sink, self._steps, self._dumps, self._ranks, self._finder = sink, steps, dumps, ranks, finder
+        self.outputs = outputs or Outputs()
+        self.model, self.routing, self.schemes, self.about = model, setup.routing, setup.schemes, setup.about
+        self._dumps, self._ranks, self._finder = self.outputs.dumps, ranks, finder
         self._inner = unwrapped(model)
-        self._own = OwnFeatures(own, routing, frozenset(simulated))
-        self._changes = Changes(self._inner, schemes, simulated, self._own.change)
+        self._own = setup.features
+        self._changes = Changes(self._inner, self.schemes, setup.simulated, self._own.change)
         self._masks = Masks(model)
         self.records: list[Record] = []
         self.magnitudes: list[Magnitudes] = []
@@ -79,10 +88,10 @@ class Session:
         self._watches: list[Watch | ExpertsWatch] = []
         self._eager = ExitStack()
         self._bad: list[str] = []
-        self._collector = Collector({}, schemes)
+        self._collector = Collector({}, self.schemes)
         for name in not_listed(model):
             self.schemes.note(GROUPED, Layer(name))
-        self._next: int | None = routing.next_due(-1)
+        self._next: int | None = self.routing.next_due(-1)
         try:
             self._arm()
         except BaseException:
@@ -90,7 +99,7 @@ class Session:
             raise
 
     def step(self) -> list[Record]:
-        """End a step and go to the next; returns what it told, the same in all processes of a group."""
+        """End a step and go to the next; return its records, the same in all processes of a group."""
         gather(self._collector.sums.values())
         if self._ranks and self._collector.sums:
             self._ranks.add_up(self._collector.sums)
@@ -104,21 +113,22 @@ class Session:
         self.records += found
         self.magnitudes += self._collector.magnitudes(self.current)
         try:
-            if self._steps:
-                self._steps.add(found)
+            if self.outputs.steps:
+                self.outputs.steps.add(found)
             if self._dumps:
                 self._dumps.end(self.current)
         finally:
             self.current += 1
             self._arm()
-        for record in found if self._sink else ():  # last: a step that it breaks has ended
-            if record.value is not None and self._sink:
-                self._sink(f"{record.layer}_{record.tensor}_{record.stat}", record.value, record.step)
+        sink = self.outputs.sink
+        for record in found if sink else ():  # last: a step that it breaks has ended
+            if record.value is not None and sink:
+                sink(f"{record.layer}_{record.tensor}_{record.stat}", record.value, record.step)
         return found
 
     @property
     def inspection(self) -> Inspection:
-        """What all steps told so far."""
+        """Records, magnitudes and notes of all steps so far."""
         modules = tuple(self.routing.layers)
         first = self._finder.first if self._finder else None
         dumps = tuple(self._dumps.files) if self._dumps else ()
@@ -126,7 +136,7 @@ class Session:
         return Inspection(self.about, *seen, first_bad=first, dumps=dumps, noted=self.schemes.noted)
 
     def detach(self) -> None:
-        """Take everything off the model; what an unfinished step told is dropped."""
+        """Remove all hooks and changes from the model; records of an unfinished step are dropped."""
         self._changes.detach()
         for watch in self._watches:
             watch.detach()
@@ -140,12 +150,11 @@ class Session:
     @property
     def notes(self) -> list[str]:
         """What was not seen, and why."""
-        nothing = told(self._finder.first, self.current) if self._finder else []
+        nothing = nothing_found(self._finder.first, self.current) if self._finder else []
         roles = without_roles([routes[0].layer.role for routes in self.routing.layers.values()])
         kv = [PLAIN_KV] if self.schemes.session and self.schemes.session.kv else []
-        idle = unnamed(self._own.classes, (route.feature for route in self.routing.routes))
         dumps = self._dumps.notes if self._dumps else ()
-        return [*self._bad, *self.schemes.told(), *kv, *idle, *nothing, *roles, *dumps]
+        return [*self._bad, *self.schemes.note_lines(), *kv, *self._own.notes, *nothing, *roles, *dumps]
 
     def _arm(self) -> None:
         """Put hooks on the layers that are due at this step, and none on others; change those that are to be."""
@@ -201,3 +210,8 @@ def without_roles(roles: Sequence[str]) -> list[str]:
     return (
         ["layers have no roles: no table has this architecture, so that names alone tell their kinds"] if none else []
     )
+
+
+def nothing_found(found: NotFinite | None, steps: int) -> list[str]:
+    """A note that no NaN was found; a finding has its own line."""
+    return [] if found else [f"no module made a NaN or an infinity in {number(steps, 'step')}"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bridge.calibration.reference_outputs import runner
-from bridge.workflows.inspect.watch import first_tensor, output_tensor
+from bridge.workflows.inspect.hooks.watch import first_tensor, output_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -32,7 +32,7 @@ class Twin:
 
 
 def plan_of_output(directory: Path, source: Source) -> Plan:
-    """The plan of an output; VerifyError or UsageError if it cannot run beside its source. Reads no weight."""
+    """The plan of an output; VerifyError or UsageError if it cannot be compared with its source. Reads no weight."""
     plan = load_manifest(directory).plan
     if plan.target != "hf":
         raise UsageError(

@@ -1,12 +1,8 @@
-"""The verbs inspect and inspecting."""
+"""The verb inspect."""
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ from bridge.calibration.data import BATCH, Data, Sampling
 from bridge.calibration.reference_outputs import runner
 from bridge.calibration.requirements import check_device_here
 from bridge.core.addresses import is_remote
-from bridge.core.errors import InspectError, UsageError, warn
+from bridge.core.errors import InspectError, UsageError
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.remote.opening import written_at
@@ -25,31 +21,24 @@ from bridge.core.text import number
 from bridge.core.version import __version__
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
-from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.inspection import link_inspection
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import pruned_again
 from bridge.sources.source import Source
-from bridge.workflows.inspect.changes.simulation import as_written, formats_by_role, formats_of, simulated
+from bridge.workflows.inspect.changes.layer_changes import Simulated
+from bridge.workflows.inspect.changes.simulation import as_written, formats_of, simulated
 from bridge.workflows.inspect.collect import Schemes
-from bridge.workflows.inspect.config.arguments import check_arguments, check_live, check_out
-from bridge.workflows.inspect.config.layers import CONV1D, LINEAR, Layer
-from bridge.workflows.inspect.config.listing import layers_of
-from bridge.workflows.inspect.config.resolve import Routing, load_routing
-from bridge.workflows.inspect.features.classes import declared, load_features
-from bridge.workflows.inspect.features.dumps import check_place, dumps_of
-from bridge.workflows.inspect.ranks import ranks_of, together
+from bridge.workflows.inspect.dumps import check_place, dumps_of
+from bridge.workflows.inspect.hooks.watch import BACKWARD
+from bridge.workflows.inspect.language import Config, FeatureDirs, open_language
+from bridge.workflows.inspect.layers import CONV1D, LINEAR, Layer, layers_of
 from bridge.workflows.inspect.result import Inspection
-from bridge.workflows.inspect.run import run_batches
-from bridge.workflows.inspect.save import StepsFile, save
-from bridge.workflows.inspect.session import Session, Sink, without_roles
-from bridge.workflows.inspect.tracked import finder_of, first_bad, told
+from bridge.workflows.inspect.routes import Routing
+from bridge.workflows.inspect.run import Passes, first_bad, run_batches
+from bridge.workflows.inspect.save import check_arguments, check_out, save
+from bridge.workflows.inspect.session import Outputs, Setup, Sink, nothing_found, without_roles
 from bridge.workflows.inspect.twin import scheme_of_output
-from bridge.workflows.inspect.watch import BACKWARD
-
-Config = str | Path | Mapping[str, Any] | None
-FeatureDirs = str | Path | Sequence[str | Path] | None
 
 
 @shows_progress
@@ -135,51 +124,56 @@ def inspect(
             "config": config, "quant": quant, "calib": calib, "steps": steps, "gradients": gradients or None,
             "device": device, "feature_dirs": feature_dirs, "cost": cost or None, "sink": sink,
         }  # fmt: skip
-        if given := [name for name, value in own.items() if value is not None]:
-            raise UsageError(f"{given[0]}= does not go with against= (--against), which compares with what was written")
-        found = _beside(model, written_at(against), data, sampling, tokenizer, nan, callback)
+        _check_against(own)
+        found = _compare_written(model, written_at(against), data, sampling, tokenizer, nan, callback)
         if place is not None:
             save(found, place, overwrite)
             if not is_remote(against):
                 link_inspection(Path(against), place)
         return found
-    if steps is not None and (type(steps) is not int or steps < 1):
-        raise UsageError(f"steps={steps!r} (--steps): expected a positive whole number")
+    passes = Passes(steps, gradients, device, nan, cost)
     source = open_source(model, tokenizer=tokenizer)
     structure = structure_of(source)
     wrote, saved = scheme_of_output(model) if quant is None else (None, None)
     scheme = scheme_of(wrote or quant, None, structure, source)
-    classes = load_features(feature_dirs)
+    language = open_language(feature_dirs)
     skeleton = source.load_skeleton()
     layers = layers_of(skeleton, source)
-    routing = load_routing(config, layers, scheme, declared(classes))
+    routing = language.routing(config, layers, scheme)
     check_place(routing, place)
     _check_backward(routing, gradients, source)
     made = _data_of(source, data, sampling)
     formats = formats_of(scheme, structure.sites, skeleton, source.specs) if scheme else None
-    calibration = _calibration(calib) or saved
-    schemes = Schemes(scheme, formats, _static(calibration, layers, scheme))
-    quantized = simulated(layers, formats, calibration, schemes) if formats else {}
-    if wrote and scheme:
-        quantized = as_written(quantized, scheme, schemes)
+    calibration = calibration_of(calib) or saved
+    schemes = Schemes(scheme, formats, static_amax(calibration, layers, scheme))
+    quantized = _quantized(layers, schemes, calibration, bool(wrote))
     whole = len((*made.batches, *made.held_out))
     _check_due(routing, min(whole, steps or whole))
     dumps = dumps_of(routing, place, overwrite)
-    about = {"model": source.name, **_about_data(made), **_about(routing, scheme)}
-    session = partial(
-        Session, routing=routing, schemes=schemes, about=about, sink=sink, simulated=quantized, dumps=dumps, own=classes
-    )
+    about = {"model": source.name, **_about_data(made), **about_session(routing, scheme)}
+    setup = Setup(routing, schemes, about, quantized, language.features(routing, frozenset(quantized)))
     try:
-        found = run_batches(source, session, made, steps, gradients, device, callback, nan=nan, cost=cost)
-        if steps and steps > whole:
-            few = f"steps={steps} (--steps): the data make {number(whole, 'step')}; give more rows (--samples)"
-            found = replace(found, notes=(*found.notes, few))
+        found = run_batches(source, setup, Outputs(sink, dumps=dumps), made, passes, callback)
         if place is not None:
             save(found, place, overwrite, dumps)
     finally:
         if dumps:
             dumps.remove()
     return found
+
+
+def _check_against(others: Mapping[str, Any]) -> None:
+    """UsageError for an argument that a comparison with an output does not take."""
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UsageError(f"{given[0]}= does not go with against= (--against), which compares with what was written")
+
+
+def _quantized(
+    layers: Sequence[Layer], schemes: Schemes, calibration: Calibration | None, written: bool
+) -> Mapping[str, Simulated]:
+    """The layers that run quantized by the scheme of the session; `written`: as the output that names it has them."""
+    quantized = simulated(layers, schemes.formats, calibration, schemes) if schemes.formats else {}
+    return as_written(quantized, schemes.session, schemes) if written and schemes.session else quantized
 
 
 def _check_backward(routing: Routing, gradients: bool, source: Source) -> None:
@@ -202,125 +196,12 @@ def _check_due(routing: Routing, count: int) -> None:
         )
 
 
-@contextmanager
-def inspecting(
-    model: Any,
-    config: Config = None,
-    *,
-    quant: SchemeName | str | Path | Scheme | None = None,
-    calib: Calibration | str | Path | None = None,
-    nan: bool = False,
-    out: str | Path | None = None,
-    overwrite: bool = False,
-    sink: Sink | None = None,
-    feature_dirs: FeatureDirs = None,
-    group: Any = None,
-) -> Iterator[Session]:
-    """Inspect a live model in a loop of the caller's, which ends each step with `session.step()`.
-
-    Outputs and gradients have the same bits as without, unless `quant` or a feature changes them; a step at which
-    nothing is due has no hooks. Leaving the block, also by an exception, takes everything off the model;
-    `session.inspection` has what was told.
-
-    Args:
-        model: a torch module: of transformers, of Megatron-Core or torchtitan (with roles), or any other (by names).
-        config, quant, calib: as in `inspect`. With `quant` the model runs quantized at each step, its weights quantized
-            anew; heads and routers that a table knows, convolutions, experts inside one module and classes with a GEMM
-            of their own run as they are. Gradients go straight through: dgrad takes the quantized weight, wgrad the
-            quantized activation.
-        nan: as in `inspect`; hooks then stay on every module at every step.
-        out: as in `inspect`, written at the end; until then each step adds its lines to NAME.steps.jsonl beside it.
-        sink: called as sink(name, value, step), as TensorBoard's `add_scalar`; a name is LAYER_TENSOR_STATISTIC.
-        feature_dirs: as in `inspect`.
-        group: processes of `torch.distributed` that run the same model on other data; None takes all. They make the
-            same steps, have the statistics of all their data, of weights their own; rank 0 writes `out` and
-            calls `sink`.
-
-    Raises:
-        InspectError: mistakes of the config, all of them; a layer that the model has not.
-        WriteError: `out` exists.
-
-    >>> import torch
-    >>> live = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
-    >>> stats = {"LogTensorStats": {"enabled": True, "tensors": ["wgrad"], "stats": ["l2_norm"]}}
-    >>> config = {"all": {"enabled": True, "layers": {"layer_types": ["all"]}, "transformer_engine": stats}}
-    >>> with bridge.inspecting(live, config) as session:
-    ...     for _ in range(2):
-    ...         live(torch.ones(3, 8)).sum().backward()
-    ...         told = session.step()
-    >>> [record.layer for record in session.inspection.records]
-    ['0', '1', '0', '1']
-    """
-    check_live(model)
-    check_arguments(out, sink, feature_dirs)
-    ranks = ranks_of(group)
-    directory = None if out is None else Path(out)
-    place = None if ranks and ranks.rank else directory
-    with together(ranks):
-        if place is not None:
-            check_out(place, overwrite)
-        scheme = None if quant is None else load_scheme(quant)
-        classes = load_features(feature_dirs)
-        calibration = _calibration(calib)
-        layers = layers_of(model)
-    every = ranks.every_layer(layers) if ranks else layers
-    with together(ranks):
-        routing = load_routing(config, every, scheme, declared(classes))
-        check_place(routing, directory)
-        if scheme and (scheme.rules or scheme.only):
-            raise InspectError(
-                f"quant={scheme.name}: has rules for layers, which a live model does not tell; name a scheme, or pass "
-                "the model to bridge.inspect"
-            )
-        schemes = Schemes(scheme, None, _static(calibration, every, scheme))
-        quantized = simulated(layers, formats_by_role(scheme, layers), calibration, schemes) if scheme else {}
-        dumps = dumps_of(routing, directory, overwrite)
-    about = {"model": type(model).__name__, **_about(routing, scheme)}
-    heard = None if ranks and ranks.rank else sink
-    ended = False
-    with finder_of(model, nan) as finder:
-        with ExitStack() as undo:
-            with together(ranks):
-                steps = StepsFile(place, overwrite) if place is not None else None
-                if steps:
-                    undo.callback(steps.remove)
-                parts = schemes, about, heard, steps, quantized, dumps, classes, ranks, finder
-                session = Session(model, routing, *parts)
-                undo.callback(session.detach)
-            undo.pop_all()
-        try:
-            yield session
-            ended = True
-        finally:
-            session.detach()
-            others = ranks if ended else None  # after an error they may not come here
-            if dumps and others:
-                dumps.gather(others.objects((dumps.files, platform.node())), first=place is not None)
-            with together(others if dumps else None):
-                if place is not None and (session.records or nan or (dumps and dumps.files)):
-                    save(session.inspection, place, overwrite, dumps)
-                elif place is not None and ended:
-                    warn(_unwritten(place, session.current))
-            if steps:
-                steps.remove()
-            if dumps and directory:
-                if others and place is None:
-                    dumps.keep(directory)
-                dumps.clear()
-
-
-def _unwritten(out: Path, steps: int) -> str:
-    """Why an inspection of a loop has nothing."""
-    told = f"nothing was seen in {number(steps, 'step')}" if steps else "session.step() was never called"
-    return f"{out}: is not written: {told}"
-
-
 def _predicts(source: Source) -> bool:
     name = str((source.config.get("architectures") or [""])[0])
     return "ForCausalLM" in name or name.endswith("LMHeadModel")
 
 
-def _beside(
+def _compare_written(
     model: Any, directory: Path, data: Any, sampling: Sampling, tokenizer: Any, nan: bool, progress: Progress
 ) -> Inspection:
     """Compare an output with its source."""
@@ -345,7 +226,7 @@ def _beside(
         raise InspectError(f"{source.where}: no module gives a row for each token of the data, so none is compared")
     notes = (
         *twin.notes,
-        *(told(bad, len(batches)) if nan else ()),
+        *(nothing_found(bad, len(batches)) if nan else ()),
         *without_roles([row.role for row in rows if row.alone]),
     )
     return Inspection(about, (), tuple(rows), notes, first_bad=bad)
@@ -366,11 +247,12 @@ def _data_of(source: Source, data: Any, sampling: Sampling) -> Data:
     return made
 
 
-def _calibration(calib: Calibration | str | Path | None) -> Calibration | None:
+def calibration_of(calib: Calibration | str | Path | None) -> Calibration | None:
+    """A calibration that was given, or saved in a file."""
     return calib if calib is None or isinstance(calib, Calibration) else Calibration.load(Path(calib))
 
 
-def _static(found: Calibration | None, layers: Sequence[Layer], scheme: Scheme | None) -> dict[str, float]:
+def static_amax(found: Calibration | None, layers: Sequence[Layer], scheme: Scheme | None) -> dict[str, float]:
     """Amax of inputs by layer; none of smoothed inputs. InspectError for a calibration that nothing here takes."""
     if found is None:
         return {}
@@ -393,5 +275,6 @@ def _about_data(data: Data) -> dict[str, str]:
     return {"data": f"{data.name}: {number(count, 'batch', 'batches')}{tokens}", "data digest": data.digest}
 
 
-def _about(routing: Routing, scheme: Scheme | None) -> dict[str, str]:
+def about_session(routing: Routing, scheme: Scheme | None) -> dict[str, str]:
+    """What an inspection says of its version, config and scheme."""
     return {"qbridge": __version__, "config": routing.digest, **({"scheme": scheme.name} if scheme else {})}

@@ -91,7 +91,7 @@ def _tell_from_bridge() -> None:
     import torch
     from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
 
-    from bridge.workflows.inspect.dlfw.engine import Engine
+    from bridge.workflows.inspect.te.dlfw.engine import Engine
 
     seen, engines = Engine.inspect_tensor, {}
 

@@ -19,9 +19,9 @@ from bridge.quant.calibration import Calibration, Provenance  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.workflows.inspect.changes.layer_changes import LayerChanges, add_features  # noqa: E402
 from bridge.workflows.inspect.collect import Schemes  # noqa: E402
-from bridge.workflows.inspect.config.layers import Layer  # noqa: E402
-from bridge.workflows.inspect.config.merging import TAKES  # noqa: E402
-from bridge.workflows.inspect.config.resolve import load_routing  # noqa: E402
+from bridge.workflows.inspect.layers import Layer  # noqa: E402
+from bridge.workflows.inspect.routes import TAKES  # noqa: E402
+from bridge.workflows.inspect.te.resolve import load_routing  # noqa: E402
 from tests.workflows.inspect.formats_in_torch import (  # noqa: E402
     E4M3,
     E5M2,
@@ -167,7 +167,7 @@ def test_a_layer_that_is_disabled_has_its_own_forward() -> None:
     with bridge.inspecting(model, config(disable("fprop"))) as session:
         assert "forward" not in vars(model["layer"]) and equal(run(model, x, gradient), plain)
         session.step()
-    assert session.schemes.told() == [
+    assert session.schemes.note_lines() == [
         "DisableQuantizationGEMM has no effect: nothing is quantized there (quant=): 1 layer (layer)"
     ]
 
@@ -185,7 +185,7 @@ def test_fake_quant_takes_its_gemm_out_of_the_scheme_and_says_so_where_one_opera
         found = run(model, x, gradient)
         session.step()
     assert equal(found, wanted(model, x, gradient, quantize))
-    assert session.schemes.told() == [
+    assert session.schemes.note_lines() == [
         "FakeQuant changes weight of fprop alone, and the other operand is not quantized: 1 layer (layer)"
     ]
 
@@ -220,6 +220,6 @@ def test_per_tensor_scaling_leaves_a_layer_that_the_scheme_leaves() -> None:
     changes = LayerChanges(Layer("lm_head"))
     add_features(changes, routing.routes, schemes)
     assert not changes.needed
-    assert schemes.told() == [
+    assert schemes.note_lines() == [
         "PerTensorScaling replaces no static scale: quant= leaves the inputs as they are: 1 layer (lm_head)"
     ]

@@ -190,7 +190,7 @@ def test_a_layer_that_did_not_run_is_noted() -> None:
     with bridge.inspecting(model, config(HALF)) as session:
         model[0](torch.randn(2, 64))
         session.step()
-    (note,) = session.schemes.told()
+    (note,) = session.schemes.note_lines()
     assert note.startswith("was to be changed and was not: its module was not called") and note.endswith("1 layer (2)")
 
 

@@ -67,7 +67,7 @@ def test_a_compiled_model_is_seen_when_due_and_runs_compiled_otherwise(in_place:
     assert [(r.step, r.layer, r.tensor) for r in session.inspection.records] == [
         (step, layer, tensor) for step in (0, 2) for layer in "ab" for tensor in ("output", "wgrad")
     ]
-    assert session.schemes.told() == []
+    assert session.schemes.note_lines() == []
 
 
 def test_a_class_that_wants_nothing_leaves_a_model_compiled(tmp_path: Path) -> None:

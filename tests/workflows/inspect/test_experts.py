@@ -9,9 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import bridge  # noqa: E402
-from bridge.workflows.inspect.config.layers import EXPERT, Layer  # noqa: E402
-from bridge.workflows.inspect.config.listing import layers_of  # noqa: E402
-from bridge.workflows.inspect.experts import ExpertsWatch  # noqa: E402
+from bridge.workflows.inspect.hooks.experts import ExpertsWatch  # noqa: E402
+from bridge.workflows.inspect.layers import EXPERT, Layer, layers_of  # noqa: E402
 from tests.models.calibrated_models import built  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 
@@ -173,7 +172,7 @@ def test_grouped_modules_of_megatron_are_noted() -> None:
         model["a"](torch.ones(2, 3))
         session.step()
     assert [record.layer for record in session.inspection.records] == ["a"]
-    (note,) = session.schemes.told()
+    (note,) = session.schemes.note_lines()
     assert note == (
         "experts of a grouped module of Megatron-Core are not seen; build it with moe_grouped_gemm=False: 1 layer "
         "(linear_fc1)"

@@ -15,9 +15,8 @@ torch = pytest.importorskip("torch")
 from bridge.core.errors import InspectError  # noqa: E402
 from bridge.core.text import fold_layers  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
-from bridge.workflows.inspect.config.layers import CONV, CONV1D, EXPERT, LINEAR, Layer  # noqa: E402
-from bridge.workflows.inspect.config.listing import layers_of, unwrapped  # noqa: E402
-from bridge.workflows.inspect.config.resolve import load_routing  # noqa: E402
+from bridge.workflows.inspect.layers import CONV, CONV1D, EXPERT, LINEAR, Layer, layers_of, unwrapped  # noqa: E402
+from bridge.workflows.inspect.te.resolve import load_routing  # noqa: E402
 from tests.models.calibrated_models import built  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 from tests.oracles import inspect_layers_process  # noqa: E402

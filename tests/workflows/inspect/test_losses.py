@@ -15,11 +15,12 @@ from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec.decode import values
 from bridge.quant.codec.encode import encode
 from bridge.quant.schemes.load import load_scheme
-from bridge.workflows.inspect.config import stat_names
+from bridge.workflows.inspect.routes import BLOCKWISE, QUANT_STATS
 from bridge.workflows.inspect.statistics.coding import fake_quantized
 from bridge.workflows.inspect.statistics.losses import LOSSES, LossSums, loss, losses
 from bridge.workflows.inspect.statistics.quantization import RECIPES, Quantization, of_format, of_recipe, of_scheme
 from bridge.workflows.inspect.statistics.values import STATISTICS
+from bridge.workflows.inspect.te.stat_names import TENSOR_STATS
 
 DTYPES = ["float32", "bfloat16", "float16"]
 SCHEMES = sorted(path.stem for path in table_files("schemes") if path.stem != "kv")
@@ -229,6 +230,6 @@ def test_large_and_small_numbers_keep_their_errors() -> None:
 
 def test_a_config_knows_every_statistic() -> None:
     """It is read without kernels, so that it has the names again."""
-    assert set(stat_names.QUANT_STATS) == set(LOSSES)
-    named = set(stat_names.TENSOR_STATS) - {stat_names.BLOCKWISE, "histogram"}
+    assert set(QUANT_STATS) == set(LOSSES)
+    named = set(TENSOR_STATS) - {BLOCKWISE, "histogram"}
     assert named == set(STATISTICS)

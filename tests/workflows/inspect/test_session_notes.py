@@ -78,7 +78,7 @@ def test_a_module_whose_weight_another_uses_is_said_not_to_be_called() -> None:
     with bridge.inspecting(model, config(tensors=["activation"], stats=["rms"])) as session:
         model(torch.ones(1, 4))
         session.step()
-    (note,) = session.schemes.told()
+    (note,) = session.schemes.note_lines()
     assert "its module was not called (another one may use its weight)" in note
     assert note.endswith(": 9 layers ({0..8}.dt_proj)")
 

@@ -20,8 +20,7 @@ from bridge.sources.opening import open_source  # noqa: E402
 from bridge.workflows.inspect.changes.layer_changes import Changes  # noqa: E402
 from bridge.workflows.inspect.changes.simulation import formats_of, simulated  # noqa: E402
 from bridge.workflows.inspect.collect import Schemes  # noqa: E402
-from bridge.workflows.inspect.config.layers import EXPERT  # noqa: E402
-from bridge.workflows.inspect.config.listing import layers_of  # noqa: E402
+from bridge.workflows.inspect.layers import EXPERT, layers_of  # noqa: E402
 from bridge.workflows.inspect.twin import twin_of  # noqa: E402
 from tests.models.calibrated_models import built  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
@@ -66,7 +65,7 @@ def test_logits_are_those_of_what_bridge_writes(path: str, scheme: str, tmp_path
     bridge.convert(path, out=tmp_path / "out", target="hf", quant=scheme, progress=False)
     written = logits(twin_of(tmp_path / "out", open_source(path)).model.eval())
     assert np.array_equal(found, written) if path == LLAMA else decibels(written, found) > 120
-    assert 10 < decibels(plain, found) < 60 and np.array_equal(logits(model), plain) and not schemes.told()
+    assert 10 < decibels(plain, found) < 60 and np.array_equal(logits(model), plain) and not schemes.note_lines()
 
 
 @pytest.mark.slow
@@ -90,7 +89,7 @@ def test_logits_are_those_of_modelopts_model(path: str, scheme: str, close: floa
     found = pick(runner(model)(inputs), held.rows, held.columns)
     assert decibels(held.quantized, found) > close
     assert decibels(held.source, found) == pytest.approx(decibels(held.source, held.quantized), abs=0.1)
-    assert not schemes.told()
+    assert not schemes.note_lines()
 
 
 @pytest.mark.slow

@@ -18,15 +18,14 @@ torch = pytest.importorskip("torch")
 
 from bridge.core.dtypes import from_float32, to_float32  # noqa: E402
 from bridge.core.errors import InspectError  # noqa: E402
-from bridge.workflows.inspect.changes.layer_changes import Simulated  # noqa: E402
-from bridge.workflows.inspect.changes.quantizer import Quantizer  # noqa: E402
+from bridge.workflows.inspect.changes.layer_changes import Quantizer, Simulated  # noqa: E402
 from bridge.workflows.inspect.collect import Schemes  # noqa: E402
-from bridge.workflows.inspect.config.listing import layers_of  # noqa: E402
-from bridge.workflows.inspect.config.merging import GEMMS, TAKES  # noqa: E402
-from bridge.workflows.inspect.config.resolve import load_routing  # noqa: E402
-from bridge.workflows.inspect.session import Session  # noqa: E402
+from bridge.workflows.inspect.layers import layers_of  # noqa: E402
+from bridge.workflows.inspect.routes import GEMMS, TAKES  # noqa: E402
+from bridge.workflows.inspect.session import Session, Setup  # noqa: E402
 from bridge.workflows.inspect.statistics.coding import fake_quantized  # noqa: E402
 from bridge.workflows.inspect.statistics.quantization import FORMATS, of_format, of_recipe  # noqa: E402
+from bridge.workflows.inspect.te.resolve import load_routing  # noqa: E402
 from tests import once  # noqa: E402
 from tests.oracles import te_oracle  # noqa: E402
 from tests.oracles.te_runtime.cases import LAYER, Answer, Case  # noqa: E402
@@ -104,7 +103,7 @@ def changed(case: Case) -> Answer:
     (layer,) = layers_of(model)
     recipe = Simulated(layer, {name: Quantizer(of_recipe(RECIPE, name)) for name in INPUTS})
     routing = load_routing(case.config, [layer])
-    session = Session(model, routing, Schemes(), simulated={LAYER: recipe} if case.recipe else {})
+    session = Session(model, Setup(routing, Schemes(), simulated={LAYER: recipe} if case.recipe else {}))
     try:
         return te_oracle.run(case, model, Answer(), session.step)
     finally:

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from bridge.sources.opening import open_source  # noqa: E402
 from bridge.workflows.inspect.changes.gemms import ChangedGemms, why_fixed  # noqa: E402
-from bridge.workflows.inspect.config.merging import TAKES  # noqa: E402
-from bridge.workflows.inspect.watch import BACKWARD, FORWARD, Watch  # noqa: E402
+from bridge.workflows.inspect.hooks.watch import BACKWARD, FORWARD, Watch  # noqa: E402
+from bridge.workflows.inspect.routes import TAKES  # noqa: E402
 
 ALL = frozenset((*FORWARD, *BACKWARD))
 MODELS = ["examples/models/tiny-llama", "examples/models/tiny-gpt2"]

@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.errors import InspectError
-from bridge.workflows.inspect.watch import Forward, has_own_forward, is_turned
+from bridge.workflows.inspect.hooks.watch import Forward, has_own_forward, is_turned
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,10 +22,9 @@ from bridge.quant.codec.encode import encode
 from bridge.quant.schemes.scheme import Scheme
 from bridge.quant.smoothing import Smoothing
 from bridge.tables.architectures.roles import load_roles
-from bridge.workflows.inspect.changes.layer_changes import Make, Simulated
-from bridge.workflows.inspect.changes.quantizer import Quantizer, as_tensor
+from bridge.workflows.inspect.changes.layer_changes import Make, Quantizer, Simulated, as_tensor
 from bridge.workflows.inspect.collect import UNCALIBRATED, Schemes, chosen_note, storage
-from bridge.workflows.inspect.config.layers import Layer, clean, expert_name
+from bridge.workflows.inspect.layers import Layer, clean, expert_name
 from bridge.workflows.inspect.statistics.coding import fake_quantized
 from bridge.workflows.inspect.statistics.quantization import Quantization, of_numerics
 

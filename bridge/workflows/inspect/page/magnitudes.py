@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from bridge.reporting.page import Section
 from bridge.reporting.plots import WIDTH, Line, Mark, Plot, Word
-from bridge.workflows.inspect.page.schemes import statistics_of, worst_of
+from bridge.workflows.inspect.page.grids import statistics_of, worst_of
 from bridge.workflows.inspect.result import CodeRange, Inspection, Magnitudes
 
 SHOWN = 6  # tensors, the worst

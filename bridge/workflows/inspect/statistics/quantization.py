@@ -15,7 +15,7 @@ from bridge.core.dtypes import DTYPES, SEARCHED
 from bridge.core.values import MAXBOUND, Numeric
 from bridge.quant.schemes.catalog import named_scheme
 from bridge.quant.schemes.scheme import Scheme
-from bridge.workflows.inspect.config.merging import TENSORS
+from bridge.workflows.inspect.routes import TENSORS
 
 CURRENT, DELAYED, BLOCKS = "fp8_current_scaling", "fp8_delayed_scaling", "fp8_block_scaling"
 RECIPES = (CURRENT, DELAYED, BLOCKS, "mxfp8", "nvfp4")  # Transformer Engine's words

@@ -1,0 +1,239 @@
+"""The verbs of the package as commands, where Python's verb does all of the work."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import bridge
+from bridge.cli.terminal import BELOW, Exit, Terminal
+from bridge.cli.verb import EXITS, Words, shared, verb
+from bridge.core.errors import UsageError
+
+
+@verb(
+    "qbridge convert meta-llama/Llama-3.1-8B --target hf --quant fp8",
+    "model target runtime quant out calib data samples sequence field kv device compute config tokenizer base adapter "
+    "overwrite resume verbose verify memory json quiet debug",
+    exits=EXITS, for_target=True, silent=shared,
+)  # fmt: skip
+def convert(terminal: Terminal, **given: Any) -> None:
+    """Convert a model to the target's format.
+
+    A partial output is never published. Processes of `torchrun` share the calibration.
+    """
+    _print_report(terminal, bridge.convert(**given, progress=terminal.progress))
+
+
+@verb(
+    "qbridge plan meta-llama/Llama-3.1-8B --target trt --quant nvfp4",
+    "model target runtime quant kv config base adapter memory keep drop_layers sparse every json debug",
+    for_target=True,
+)
+def plan(terminal: Terminal, every: bool, **given: Any) -> None:
+    """Print what `convert` would write, from headers alone.
+
+    Each kind of weight, or with --all each tensor: its shape, dtype, bytes and expression; what stays unquantized and
+    why; memory and disk; how long it would take on this machine, and what limits it.
+    """
+    terminal.progress(0, 0, "plan")  # torch's import takes seconds if an architecture has no table
+    result = bridge.plan(**given)
+    here = bridge.estimate(result, given["model"])
+    if terminal.json:
+        estimate = {"seconds": here.seconds, "bound": here.bound, **vars(here)}
+        terminal.print_json({**result.to_dict(), "digest": result.digest, "estimate": estimate})
+        return
+    from bridge.reporting.columns import line
+    from bridge.reporting.plan_table import plan_table
+
+    terminal.print(plan_table(result, every), line("here", str(here)))
+
+
+@verb(
+    "qbridge calibrate MODEL --quant fp8 --out fp8.safetensors",
+    "model quant out data samples sequence field kv device compute config tokenizer base memory overwrite verbose "
+    "quiet debug",
+    silent=shared,
+)
+def calibrate(terminal: Terminal, model: str, quant: str, out: Path, overwrite: bool, **given: Any) -> None:
+    """Run a model once and save its statistics.
+
+    ModelOpt collects them, except importance matrices. One calibration serves every target. Processes of `torchrun`
+    share the data.
+    """
+    from bridge.core.output.directory import check_file_free
+
+    first = not shared(given)
+    if first:
+        check_file_free(out, overwrite, "a calibration", ".safetensors")
+    partial = out.with_name(f"{out.name}.partial")
+    calibration = bridge.calibrate(model, quant, **given, partial=partial, progress=terminal.progress)
+    if not first:
+        return
+    calibration.save(out)
+    if terminal.quiet:
+        return
+    from bridge.cli.show import calibration_table
+    from bridge.reporting.columns import line
+
+    target = "gguf" if calibration.input_square else "hf"
+    words = ["qbridge", "convert", model, "--target", target, "--quant", quant, "--calib", str(out)]
+    words += [word for name in ("kv", "config", "tokenizer") if given[name] for word in (f"--{name}", given[name])]
+    result = [calibration_table(calibration)] if terminal.verbose else calibration.lines()
+    terminal.print(*result, line("written", str(out)), line("next", shlex.join(words)))
+
+
+@verb(
+    "qbridge verify llama-fp8 --against meta-llama/Llama-3.1-8B",
+    "out against data tokenizer base json verbose quiet debug",
+    exits=EXITS,
+)
+def verify(terminal: Terminal, **given: Any) -> None:
+    """Compare a written model with its source and run it."""
+    _print_report(terminal, bridge.verify(**given, progress=terminal.progress))
+
+
+@verb(
+    "qbridge prune MODEL --keep ffn=75% --repair --out small",
+    "model keep drop_layers out target quant data importance repair order sparse sparse_method samples sequence field "
+    "device config tokenizer memory overwrite resume verify verbose json quiet debug",
+    for_target=True,
+)
+def prune(terminal: Terminal, **given: Any) -> None:
+    """Write a model with fewer channels, heads or layers.
+
+    What is left out adds least to the output on the data. Only rows and columns that stay are read.
+    """
+    _print_report(terminal, bridge.prune(**given, progress=terminal.progress))
+
+
+@verb(
+    "qbridge distill small MODEL --data corpus.txt --out trained",
+    "student teacher data out target quant steps batch sequence lr temperature pairs top_k teacher_cache calib field "
+    "seed save_every eval_every device memory workers overwrite resume verify verbose json quiet debug",
+    for_target=True,
+    silent=shared,
+)
+def distill(terminal: Terminal, **given: Any) -> None:
+    """Train a model to answer as another one does.
+
+    With --quant it is trained with the codes that are written.
+    """
+    _print_report(terminal, bridge.distill(**given, progress=terminal.progress))
+
+
+def _print_report(terminal: Terminal, report: bridge.Report) -> None:
+    from bridge.reporting.report import report_table
+
+    terminal.finish(report, report_table(report, terminal.verbose))
+
+
+@verb(
+    "qbridge search MODEL --parameters 60% --dims ffn,heads,layers",
+    "model parameters bytes latency dims quant data importance repair scores samples sequence field device config "
+    "tokenizer overwrite json quiet debug",
+)
+def search(terminal: Terminal, scores: Path | None, overwrite: bool, **given: Any) -> None:
+    """Find the pruned sizes that cost least within a budget.
+
+    Each size of each dim is measured alone on held-out text; combinations of them are chosen by the sums, and the best
+    are measured. The last line is the command that prunes.
+    """
+    from bridge.core.output.directory import check_file_free
+    from bridge.workflows.prune.searched import searched_table
+
+    sizes = {kind: given.pop(kind) for kind in ("parameters", "bytes", "latency")}
+    budget = {kind: size for kind, size in sizes.items() if size is not None}
+    if len(budget) != 1:
+        raise UsageError("give one of --parameters, --bytes and --latency, as in --parameters 60%")
+    if scores is not None:
+        if given["repair"]:
+            raise UsageError(f"--scores {scores}: a repair leaves no scores; leave one of the two out")
+        check_file_free(scores, overwrite, "a file of scores", ".safetensors")
+    result = bridge.search(budget=budget, **given, progress=terminal.progress)
+    path = str(result.scores.save(scores)) if scores is not None and result.scores else ""
+    if terminal.json:
+        terminal.print(result.to_json(path))
+    elif not terminal.quiet:
+        terminal.print(searched_table(result, path))
+
+
+@verb(
+    "qbridge sensitivity MODEL --quant int4_awq,fp8 --budget 4.8bits",
+    "model quant data target runtime budget fallback method out samples sequence field kv device memory config "
+    "tokenizer overwrite json quiet debug",
+)
+def sensitivity(terminal: Terminal, out: Path | None, overwrite: bool, **given: Any) -> None:
+    """Rank layers by the cost of quantizing each one alone.
+
+    The cost is the divergence of the model's output distribution on held-out text; with --method block, the error of a
+    block's output, which takes the memory of a block. With a budget, a recipe excludes layers from the scheme, or gives
+    each layer one of several schemes, so that the sum of costs is the least possible.
+    """
+    from bridge.core.output.directory import check_file_free
+
+    if out is not None:
+        if given["budget"] is None:
+            raise UsageError(f"--out {out}: a recipe needs --budget, for example 6.5bits or kl=0.01")
+        check_file_free(out, overwrite, "a recipe", ".toml")
+    result = bridge.sensitivity(**given, progress=terminal.progress)
+    if out is not None:
+        result.save(out, overwrite)
+    if terminal.json:
+        terminal.print(result.to_json())
+    elif not terminal.quiet:
+        terminal.print(result, *([f"written: {out}"] if out else []))
+
+
+@verb(
+    "qbridge inspect MODEL --against OUT --out seen",
+    "model against config quant calib data out feature_dirs steps gradients nan cost worst samples sequence field "
+    "device tokenizer overwrite json quiet debug",
+)
+def inspect(terminal: Terminal, worst: int, **given: Any) -> None:
+    """Show where a model loses most, layer by layer.
+
+    With --against each module is compared with the source's: alone, with the source's input, and with all errors
+    before it. Without, the model runs, and statistics of its tensors are recorded. The exit code is 3 if a NaN or an
+    infinity was seen.
+    """
+    from bridge.workflows.inspect.result import inspection_table
+
+    seen = bridge.inspect(**given, progress=terminal.progress)
+    if terminal.json:
+        terminal.print(seen.to_json())
+    elif not terminal.quiet:
+        terminal.print(inspection_table(seen, worst, given["out"]))
+    if not seen.finite:
+        raise Exit(BELOW)
+
+
+def _is_chain(words: Words) -> bool:
+    return bool(words["out"].endswith(".toml"))
+
+
+@verb(
+    'qbridge run llama-fp8 "The capital of France is"',
+    "out text tokens chat temperature seed image audio overwrite resume json debug",
+    silent=lambda words: _is_chain(words) and shared(words),
+)
+def run(terminal: Terminal, out: str, text: str | None, overwrite: bool, resume: bool, **given: Any) -> None:
+    """Continue a text with a written model, or run a chain.
+
+    The last line has the tokens per second, and with what the model ran.
+    """
+    if out.endswith(".toml"):
+        if text is not None:
+            raise UsageError(f"{out} is a chain of steps, which takes no text")
+        for name, what in (("image", "images"), ("audio", "sounds")):
+            if given[name]:
+                raise UsageError(f"{out} is a chain of steps, which takes no {what}; leave out --{name}")
+        chain = bridge.chain(out, overwrite=overwrite, resume=resume, progress=terminal.progress)
+        terminal.finish(chain, "\n".join(chain.lines()))
+        return
+    if text is None and not given["image"] and not given["audio"]:
+        raise UsageError(f'give the text that {out} continues: qbridge run {out} "The capital of France is"')
+    terminal.progress(0, 0, "load")
+    result = bridge.run(out, text or "", **given, stream=None if terminal.json else terminal.write)
+    terminal.print(result.to_json() if terminal.json else f"\n{result}")

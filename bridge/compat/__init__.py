@@ -1,0 +1,1 @@
+"""Names that scripts for Tripy and NeMo call, and DeepSeek's FP8 casts."""

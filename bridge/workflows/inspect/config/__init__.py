@@ -1,1 +1,0 @@
-"""Read a config, and resolve it against the layers of a model."""

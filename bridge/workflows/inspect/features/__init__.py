@@ -1,1 +1,0 @@
-"""Features of a config that do more than log statistics."""

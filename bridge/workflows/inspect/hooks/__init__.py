@@ -1,0 +1,1 @@
+"""Hooks that see the tensors of layers, and the rows that count."""

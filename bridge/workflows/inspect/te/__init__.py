@@ -1,0 +1,1 @@
+"""TransformerEngine's debug features: its config language and nvdlfw-inspect's engine."""
