@@ -25,7 +25,7 @@ import numpy as np
 from checkpoint import SMALL, make_checkpoint
 
 from bridge.core.aligned_buffers import aligned_empty
-from bridge.core.files.scatter import read_rows_into
+from bridge.core.files.span import read_rows_into
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 
