@@ -1,5 +1,5 @@
-# `make demo` and `make test` are all the set-up there is: both build .venv on first use, and again when pyproject.toml or
-# this file changes.
+# `make demo` and `make test` are all the set-up there is: both build .venv on first use, and again when pyproject.toml,
+# tests/constraints.txt or this file changes.
 PYTHON ?= python3
 BIN    := .venv/bin
 DEMO   := .venv/.demo
@@ -8,29 +8,40 @@ VLLM   := 0.33.0
 SGLANG := 0.5.23
 ORACLES := .venv/.vllm-$(VLLM) .venv/.sglang-$(SGLANG)
 
+# Versions of what decides results; `make CONSTRAINTS= ...` installs the newest that pyproject.toml allows.
+CONSTRAINTS := -c tests/constraints.txt
+
 # One worker a core (a third on two cores is slower); files stay on one worker, the longest begin first (tests/conftest.py).
 PYTEST := $(BIN)/pytest -n auto --dist loadscope --no-loadscope-reorder
 
 # Some containers set it, and then each of the hundreds of processes that tests start compiles every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test test-all oracles mutants faults fuzz fuzz-guided browser lint bench docs format readme wheel clean
+.PHONY: demo check test test-all graphs oracles mutants faults fuzz fuzz-guided browser lint bench docs format readme wheel clean
 
 demo: $(DEMO)
 	$(BIN)/python examples/demo.py
 
-# Before each commit: everything that is fast, in five minutes on two cores.
+# Before each commit: the fast tests that the changes since HEAD can reach (tests/closure.py), in three minutes on two
+# cores. `make check ALL=1` runs every fast test.
 check: lint
-	$(PYTEST)
+	$(PYTEST) $(if $(ALL),,--changed); status=$$?; test $$status = 5 && echo "no fast test is reached" || exit $$status
 
-# What CI runs: the covering design of every grid, every kind of fault and attack, in twenty minutes on two cores.
+# What CI runs: the covering design of every grid, every kind of fault and attack, in twenty minutes on two cores. It fails
+# above the budget of processor seconds (tests/seconds.py).
 test: lint browser
-	$(PYTEST) -m "not product" -rfEs
+	BRIDGE_GRAPHS=whole $(PYTEST) -m "not product" -rfEs --seconds
 
-# Before a release: the whole product of every grid, and the long runs of attacks and faults.
+# Before a release: the whole product of every grid, and the long runs of attacks and faults. It loads no kept graph, exports
+# all, and compares them.
 test-all: lint browser oracles
-	$(PYTEST) -m "" -rfEs
+	BRIDGE_GRAPHS=export $(PYTEST) -m "" -rfEs
 	$(MAKE) fuzz faults mutants
+
+# Renews tests/graphs after a change of the exporter or of packages: exports what is stale, adds what runs of tests exported,
+# and removes what the last `make test` that passed did not need. It goes on where it was interrupted.
+graphs: $(STAMP)
+	$(BIN)/python -m tests.kept_graphs
 
 # vLLM's and SGLang's own loaders and models read what we write: 1.7 GB, once. Without them, tests/targets/hf/test_vllm.py
 # and test_sglang.py are skipped.
@@ -132,11 +143,11 @@ clean:
 
 # torch goes first and by exact version: a CPU wheel that the machine holds is found by this requirement, while a range would
 # bring the CUDA build, several GB of it. The range in pyproject.toml then keeps what is there.
-$(DEMO): pyproject.toml Makefile
+$(DEMO): pyproject.toml tests/constraints.txt Makefile
 	@echo "Installing bridge, torch and ModelOpt into .venv; this takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e ".[trt,calibrate]"
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) torch==2.13.0
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[trt,calibrate]"
 	$(BIN)/python -m bridge._kernels.build >/dev/null
 	touch $@
 
@@ -148,7 +159,7 @@ $(DEMO): pyproject.toml Makefile
 # carries the converter of Meta's checkpoints.
 $(STAMP): $(DEMO)
 	@echo "Installing the tools of the tests and the programs that results are compared with; this takes some minutes."
-	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e ".[dev]"
 	$(BIN)/python -m pip install --quiet --no-deps nvtripy==0.1.7
 	$(BIN)/python -m pip install --quiet --no-deps megatron-core==0.16.1 megatron-bridge==0.3.1 torchtitan==0.3.0 \
 	    einops==0.8.2 spmd_types==0.3.1 tyro==1.0.17 docstring_parser==0.18.0

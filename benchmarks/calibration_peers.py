@@ -55,8 +55,8 @@ def bridge_run(model: Path, ids: list[Any]) -> int:
     from dataclasses import replace
 
     from bridge.calibration.data import prepare
+    from bridge.calibration.job import CalibrationJob
     from bridge.calibration.walk.run import calibrate_by_blocks
-    from bridge.core.progress import no_progress
     from bridge.planning.structure import structure_of
     from bridge.quant.schemes.load import load_scheme
     from bridge.sources.opening import open_source
@@ -67,7 +67,7 @@ def bridge_run(model: Path, ids: list[Any]) -> int:
     recipe.write_text(RECIPE)
     scheme = load_scheme(recipe if any(site.module == "lm_head" for site in structure.sites) else "fp8")
     data = replace(prepare([{"input_ids": one} for one in [*ids, ids[0]]], source), held_out=())
-    return len(calibrate_by_blocks(source, structure, scheme, data, None, no_progress).input_amax)
+    return len(calibrate_by_blocks(CalibrationJob(source, structure, scheme, data)).input_amax)
 
 
 def modelopt_run(model: Path, ids: list[Any]) -> int:

@@ -55,12 +55,12 @@ def measure(model: str, scheme: str, kv: str | None, way: str, rows: int, files:
     import torch
 
     from bridge.calibration.data import prepare
+    from bridge.calibration.job import CalibrationJob
     from bridge.calibration.modelopt import fake_quantize, import_frameworks
     from bridge.calibration.walk.budget import Room, calibration_need, tokens_of
-    from bridge.calibration.walk.gauge import Options
+    from bridge.calibration.walk.options import Options
     from bridge.calibration.walk.run import calibrate_by_blocks
     from bridge.calibration.walk.states import spill_to
-    from bridge.core.progress import no_progress
     from bridge.planning.structure import structure_of
     from bridge.quant.schemes.load import load_scheme
     from bridge.sources.opening import open_source
@@ -80,13 +80,14 @@ def measure(model: str, scheme: str, kv: str | None, way: str, rows: int, files:
     base = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     found = calibration_need(source.specs, source.config, bound, tokens_of(data))
     spill = spill_to(None, 0, found.states) if files else None
+    job = CalibrationJob(source, structure, bound, data)
     start = time.process_time()
     if way == "whole":
-        calibration = fake_quantize(source, structure, bound, data).calibration
+        calibration = fake_quantize(job).calibration
     else:
         room = Room(found.part_bytes, found.in_files) if way == "experts" else None
         options = Options(spill=spill, room=room)
-        calibration = calibrate_by_blocks(source, structure, bound, data, None, no_progress, options=options)
+        calibration = calibrate_by_blocks(job, options)
     seconds = time.process_time() - start
     # getrusage counts the parent's memory, too: the peak is kept over exec
     status = Path("/proc/self/status").read_text()

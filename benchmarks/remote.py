@@ -27,8 +27,8 @@ import numpy as np
 import urllib3
 from checkpoint import SMALL, make_checkpoint, run
 
+from bridge.core.aligned_buffers import aligned_empty
 from bridge.core.machine import cores
-from bridge.core.pages import paged
 from bridge.planning.memory import PIECE
 from bridge.sources.opening import open_source
 
@@ -128,7 +128,7 @@ def read(url: str) -> None:
     names = iter(sorted(source.specs, key=source.place))
 
     def some() -> None:
-        buffer = paged((PIECE,), np.uint8)
+        buffer = aligned_empty((PIECE,), np.uint8)
         for name in names:
             spec = source.specs[name]
             row = spec.nbytes // spec.shape[0]

@@ -23,9 +23,8 @@ from bridge.core.remote.blocks import BLOCK, CONNECTIONS
 from bridge.core.remote.objects import PART
 from bridge.core.remote.path import MEMORY
 from bridge.core.text import size
-from bridge.planning.estimate import DISK, PROCESSOR, SOURCE, START, Machine, read_speeds, spent, stage_waits
+from bridge.planning.estimate import DISK, PROCESSOR, SOURCE, START, Machine, read_speeds, spent, stage_waits, work_of
 from bridge.planning.plan import Plan
-from bridge.planning.work import work_of
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.streaming.run import Tasks, cut

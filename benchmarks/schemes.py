@@ -37,11 +37,11 @@ import bridge
 from bridge.api.request import data_of
 from bridge.api.sensitivity.divergence import kl
 from bridge.api.verbs import fake_quantize
-from bridge.calibration.amount import BY_ALGORITHM
 from bridge.calibration.data import SAMPLES, Sampling
 from bridge.calibration.data.documents import documents
 from bridge.calibration.modelopt import bindings_of
 from bridge.calibration.reference_outputs import perplexity, runner
+from bridge.calibration.requirements import BY_ALGORITHM
 from bridge.core.dtypes import to_float32
 from bridge.core.errors import BridgeError, BridgeWarning
 from bridge.core.mappings import mappings

@@ -39,23 +39,23 @@ from scipy.stats import spearmanr
 
 import bridge
 from bridge.api.request import data_of
-from bridge.api.sensitivity.block import block_costs
 from bridge.api.sensitivity.budget import parse_budget
 from bridge.api.sensitivity.choose import choose
 from bridge.api.sensitivity.divergence import kl
-from bridge.api.sensitivity.job import make_job
-from bridge.api.sensitivity.measure import Bench, costs, make_bench
+from bridge.api.sensitivity.job import Question, make_job
+from bridge.api.sensitivity.measure import Bench, block_costs, costs, make_bench
 from bridge.calibration.data import Sampling
 from bridge.calibration.quantizers import numeric_cfg
 from bridge.core.progress import no_progress
 from bridge.quant.schemes.load import load_scheme
+from bridge.sources.opening import open_source
 
 MODEL = str(Path(__file__).parent.parent / "examples" / "models" / "tiny-llama")
 SCHEMES = ("fp8", "int8_wo", "int4_wo", "int4_awq")
 
 
 def bench(scheme: str, samples: int) -> Bench:
-    job = make_job(MODEL, scheme, None, None, "kl", None, None, None)
+    job = make_job(open_source(MODEL), Question(scheme))
     return make_bench(job, data_of(job.source, None, Sampling(samples, 128)), None, no_progress)
 
 
@@ -228,7 +228,7 @@ def automatic(models: list[str]) -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     for model in (str(Path(MODEL).parent / name) for name in models):
         for schemes in CANDIDATES:
-            job = make_job(model, list(schemes), None, None, "kl", None, None, None)
+            job = make_job(open_source(model), Question(list(schemes)))
             # of 16 bits a weight, as auto_quantize counts them: the example is stored in 32
             plain = {unit.name: replace(unit, bytes=2 * unit.weights) for unit in job.units}
             last = replace(job.candidates.formats[-1], units=plain)
@@ -270,7 +270,7 @@ def blocks(models: list[str]) -> None:
     print("\n| model | schemes | bits | chosen by kl | chosen by block |")
     print("| --- | --- | --- | --- | --- |")
     for model in (str(Path(MODEL).parent / name) for name in models):
-        job = make_job(model, list(CANDIDATES[0]), None, None, "kl", None, None, None)
+        job = make_job(open_source(model), Question(list(CANDIDATES[0])))
         made = make_bench(job, data_of(job.source, None, Sampling(32, 128)), None, no_progress)
         fresh = replace(made, data=replace(made.data, held_out=other_rows(made, 64)))
         both = [costs(made), block_costs(job, made.data, None, no_progress, False)]

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from checkpoint import SMALL, make_checkpoint
 
+from bridge.core.aligned_buffers import aligned_empty
 from bridge.core.files.scatter import read_rows_into
-from bridge.core.pages import paged
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 
@@ -69,7 +69,7 @@ def main() -> None:
 
 def read(source: Source) -> float:
     """Read everything; GB/s."""
-    buffer = paged((PIECE,), np.uint8)
+    buffer = aligned_empty((PIECE,), np.uint8)
     names = sorted(source.specs, key=source.place)
     total, start = 0, time.perf_counter()
     for name in names:
@@ -92,7 +92,7 @@ def scattered(path: Path, row: int) -> float:
 
     Without gaps where a run is a piece; the best of six.
     """
-    buffer, fd = paged((2 * PIECE,), np.uint8), os.open(path, os.O_RDONLY)
+    buffer, fd = aligned_empty((2 * PIECE,), np.uint8), os.open(path, os.O_RDONLY)
     rows = buffer[: PIECE // row * row * 2].reshape(-1, 2 * row)[:, :row]
     count, best = min(path.stat().st_size, 512 << 20) // rows.size, math.inf
     for _ in range(6):

@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.checkpoint import SMALL, make_calibration, make_checkpoint
-from bridge.planning.estimate import Machine, probe, read_speeds, spent, stage_waits
-from bridge.planning.work import Work
+from bridge.planning.estimate import Machine, Work, probe, read_speeds, spent, stage_waits
 
 Point = dict[str, Any]
 
@@ -106,7 +105,7 @@ def _with(points: list[dict[str, Any]], point: dict[str, Any]) -> list[dict[str,
 def one_run(model: Path, size: str, target: str, scheme: str, count: int, work: Path) -> dict[str, Any]:
     """Convert and verify in a process of its own on some cores; seconds of the processor and the wall of each stage."""
     import bridge
-    from bridge.planning.work import work_of
+    from bridge.planning.estimate import work_of
 
     quant = None if scheme in ("none", FLOAT16) else scheme
     plan = bridge.plan(model, target, quant, **_options(scheme))

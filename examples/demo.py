@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import bridge
-from bridge.targets.trt.runtime import Runtime
+from bridge.targets.onnx.run.runtime import Runtime
 
 MODEL = Path(__file__).parent / "models" / "tiny-llama"
 PROMPTS = ("The value of the expression is", "This function returns the", "If the argument is a string,")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests import once
+from tests import closure, kept_graphs, once, seconds
 
 # One worker a core: torch's threads would only wait for each other. torch reads this when it is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -31,6 +31,7 @@ def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
         patch.setattr(once, "ROOT", root)
+        patch.setenv(once.VARIABLE, str(root))
         yield root
 
 
@@ -44,10 +45,10 @@ def no_idle_ranks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def graphs_once(shared_directory: Path) -> Iterator[None]:
-    """The float graph of a config is exported once a run: it depends on no weight, no scheme and no calibration."""
+    """The float graph of a config is loaded, or exported once a run: no weight, scheme or calibration decides it."""
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-    from bridge.targets.trt.graph import export
+    from bridge.targets.onnx.export import export
     from tests.models.graphs import export_once
 
     with pytest.MonkeyPatch.context() as patch:
@@ -73,9 +74,10 @@ GROUPS = {
     ),
     "diffusers": ("tests/targets/hf/test_diffusion.py", "tests/targets/trt/test_denoisers.py"),
     "graphs": (
-        "tests/targets/trt/test_export.py", "tests/targets/trt/test_sites.py", "tests/targets/trt/test_trt_oracle.py",
+        "tests/targets/onnx/export/test_export.py", "tests/targets/onnx/write/test_sites.py",
+        "tests/targets/trt/test_trt_oracle.py",
     ),
-    "megatron": (
+    "server": (  # tests/oracles/server.py
         "tests/sources/test_megatron.py", "tests/sources/test_megatron_untrusted.py", "tests/sources/test_oracles.py",
         "tests/sources/quantized/test_megatron.py",
         "tests/sources/dialects/test_megatron_names.py", "tests/targets/dcp/test_megatron.py",
@@ -83,8 +85,7 @@ GROUPS = {
         "tests/workflows/inspect/test_dialects.py", "tests/workflows/inspect/test_ranks.py",
         "tests/compat/test_nemo_distill.py", "tests/compat/test_nemo_prune.py",
         "tests/compat/test_live_megatron.py", "tests/workflows/prune/test_modelopt_prune.py",
-    ),
-    "torchtitan": (
+        "tests/sources/configs/test_configs.py", "tests/sources/weights/test_dcp.py",
         "tests/sources/test_torchtitan.py", "tests/sources/test_meta.py", "tests/targets/dcp/test_torchtitan.py",
     ),
 }  # fmt: skip
@@ -95,9 +96,16 @@ def _group(nodeid: str) -> str:
     return next((group for group, files in GROUPS.items() if file in files), file)
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds", action="store_true", help="measure processor seconds, and fail above the budget")
+    parser.addoption("--changed", action="store_true", help="only test files that the changes since HEAD can reach")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Nearly all that tests make is freed without a search for garbage; one each 700 objects took a third of some."""
     gc.set_threshold(50_000, 20, 50)
+    seconds.register(config)
+    closure.register(config)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -136,6 +144,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = {group: at for at, group in reversed(list(enumerate(groups)))}
     order = sorted(range(len(items)), key=lambda at: (-slow[groups[at]], first[groups[at]], at))
     items[:] = [items[at] for at in order]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Graphs that `make test` does not need are not kept."""
+    kept_graphs.needed_later = item.get_closest_marker("product") is not None
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """Say how many float graphs were loaded and exported."""
+    shared = config._tmp_path_factory.getbasetemp() / "shared"  # type: ignore[attr-defined]
+    for line in kept_graphs.report(shared, exitstatus == 0):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

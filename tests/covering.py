@@ -36,6 +36,7 @@ def covering(
         number: {(at, tuple(row[n] for n in at)) for at in wanted_axes} | {("shows", what) for what in shows(*row)}
         for number, row in enumerate(product)
     }
+    costs = [cost(*row) for row in product]  # once: some read tables
     missing: set[Any] = set().union(*covers.values())
     used: dict[tuple[int, Any], int] = {}
     chosen: list[int] = []
@@ -54,7 +55,7 @@ def covering(
                 covers,
                 key=lambda n: (
                     len(covers[n] & missing),
-                    -cost(*product[n]),
+                    -costs[n],
                     -sum(used.get(at, 0) for at in enumerate(product[n])),
                     -n,
                 ),

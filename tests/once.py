@@ -12,7 +12,9 @@ from typing import Any
 
 from filelock import FileLock
 
-ROOT: Path | None = None  # set by tests/conftest.py for the run
+VARIABLE = "BRIDGE_TESTS_SHARED"  # for processes that a run starts
+# set by tests/conftest.py for the run
+ROOT: Path | None = Path(os.environ[VARIABLE]) if VARIABLE in os.environ else None
 
 
 def directory(name: str, make: Callable[[Path], object]) -> Path:

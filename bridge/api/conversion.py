@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,21 +24,19 @@ from bridge.api.request import (
     warn_of,
 )
 from bridge.api.sensitivity.budget import choice_notes, is_automatic
-from bridge.calibration.amount import sampling_for
-from bridge.calibration.compute import source_for
 from bridge.calibration.data import Data
+from bridge.calibration.job import CalibrationJob
+from bridge.calibration.requirements import check_device, sampling_for, source_for
 from bridge.calibration.walk.workers.processes import Workers, share_of
+from bridge.core.addresses import is_remote
 from bridge.core.errors import CalibrationError, UsageError, warn
 from bridge.core.output.directory import Work, check_disk, output_directory
 from bridge.core.output.names import CALIBRATING, CALIBRATION, RECIPE
 from bridge.core.output.replace import check_free, recover, work_directory
-from bridge.core.places import is_remote
-from bridge.core.progress import Progress, no_progress
+from bridge.core.progress import no_progress
 from bridge.core.text import not_finite, number
-from bridge.core.values import Structure
 from bridge.core.version import __version__
 from bridge.quant.calibration import Calibration
-from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.report import Report, report_from_dict
 from bridge.sources.source import Source
 from bridge.streaming.context import ConversionContext, Executor
@@ -107,66 +105,43 @@ def _sent(request: Request, options: RunOptions) -> Report:
         return _run(local, replace(options, outgoing=outgoing))
 
 
-def calibrate(
-    source: Source,
-    structure: Structure,
-    scheme: Scheme,
-    data: Data,
-    device: str | None,
-    progress: Progress,
-    needed: Collection[str] | None = None,
-    memory: int | None = None,
-    partial: Path | None = None,
-    compute: str | None = None,
-    workers: Workers | None = None,
-    free: int | None = None,
-) -> Calibration:
-    """Run the model, with ModelOpt where the scheme needs it; SourceError if that fails because of the checkpoint.
-
-    `needed`: modules that will be quantized, None for all that the scheme quantizes. `memory`: bytes that the run may
-    take, None for most of what is free. `partial`: where finished blocks are kept meanwhile. `compute`: None or "fp32".
-    `workers`: processes that share the batches. `free`: free memory as it was read before.
-    """
-    from bridge.calibration.automatic import choose
+def calibrate(job: CalibrationJob) -> Calibration:
+    """Run the model, with ModelOpt where the scheme needs it; SourceError if that fails because of the checkpoint."""
+    from bridge.calibration.automatic import choose_samples
     from bridge.calibration.calibrate import calibrate as run
-    from bridge.calibration.calibrate import way_of
+    from bridge.calibration.calibrate import choose_strategy
 
     try:
-        source, scheme = source_for(source, compute), scheme.bound(structure.sites)
-        way = way_of(source, structure, scheme, data, memory, device, free)
-        if line := way.told():
-            warn(line)
-        if data.cut:
-            if workers:
+        strategy = choose_strategy(job)
+        if message := strategy.message():
+            warn(message)
+        job = replace(job, free=strategy.free)
+        if job.data.cut:
+            if job.workers:
                 raise UsageError(
                     'samples="auto" (--samples auto) is chosen in one process; give a number, or workers=1'
                 )
-            _warn_of_time(f"at most, with {data.samples} sequences: ", source, structure, scheme, data, device, compute)
-            spill = way.spill(partial) if way.blocks else None
-            data = choose(source, structure, scheme, data, device, progress, way.blocks, spill)
-            warn_of(data)
-        own = replace(data, batches=tuple(batch for _, batch in share_of(data.batches, workers)))
-        _warn_of_time("", source, structure, scheme, own, device, compute)
-        made = run(
-            source, structure, scheme, data, device=device, progress=progress, needed=needed, memory=memory,
-            partial=partial, workers=workers, free=way.free,
-        )  # fmt: skip
-        return replace(made, provenance=replace(made.provenance, chosen=data.chosen)) if data.chosen else made
+            _warn_of_time(f"at most, with {job.data.samples} sequences: ", job)
+            spill = strategy.spill(job.partial) if strategy.blocks else None
+            job = replace(job, data=choose_samples(job, strategy.blocks, spill))
+            warn_of(job.data)
+        own = tuple(batch for _, batch in share_of(job.data.batches, job.workers))
+        _warn_of_time("", replace(job, data=replace(job.data, batches=own)))
+        made, chosen = run(job), job.data.chosen
+        return replace(made, provenance=replace(made.provenance, chosen=chosen)) if chosen else made
     except CalibrationError as error:
         from bridge.verification.finite import first_not_finite
 
-        if name := first_not_finite(source):  # ModelOpt sees it as a NaN among activations
+        if name := first_not_finite(job.source):  # ModelOpt sees it as a NaN among activations
             raise not_finite(name) from error
         raise
 
 
-def _warn_of_time(
-    head: str, source: Source, structure: Structure, scheme: Scheme, data: Data, device: str | None, compute: str | None
-) -> None:
+def _warn_of_time(head: str, job: CalibrationJob) -> None:
     """Say before a long calibration how long it takes, and what float32 would save."""
-    from bridge.calibration.estimate import told
+    from bridge.calibration.requirements import time_warnings
 
-    for line in told(source, structure, scheme, data, device, compute):
+    for line in time_warnings(job):
         warn(head + line)
 
 
@@ -253,8 +228,6 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
     runs = runs or resolved.uncalibrated or load_target(request.target).runs
     compared = request.verify and runs and source.can_run and (given is None or given.held_out is None)
     if resolved.uncalibrated:
-        from bridge.calibration.requirements import check_device
-
         assert resolved.scheme
         check_device(resolved.scheme, request.device)
     elif not recipe:
@@ -272,11 +245,10 @@ def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
         if resolved.uncalibrated:
             assert resolved.scheme
             data = unwarned_data_of(source, own, sampling_for(request.sampling, resolved.scheme))
-            from bridge.calibration.calibrate import way_of
+            from bridge.calibration.calibrate import choose_strategy
 
-            run_as = source_for(source, request.compute)
-            way = way_of(run_as, resolved.structure, resolved.scheme, data, request.memory, request.device)
-            runs, free = runs and not way.blocks, way.free  # the written model would be run whole
+            strategy = choose_strategy(_job_of(request, resolved, data))
+            runs, free = runs and not strategy.blocks, strategy.free  # the written model would be run whole
     statistics = given.digest if given else data.digest if data else ""
     parts = (__version__, resolved.plan.digest, source.fingerprint, statistics, *filter(None, [request.compute]))
     identity = hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -322,19 +294,21 @@ def _calibration(
             return Calibration.load(saved)
         if not prepared.recipe:  # it was chosen with the same data
             warn_of(prepared.data)
-        device, progress = prepared.request.device, prepared.request.progress
-        progress(0, 0, "calibrate")
-        calibration = calibrate(
-            resolved.source, resolved.structure, resolved.scheme, prepared.data, device, progress, _needed(resolved),
-            prepared.request.memory, directory / CALIBRATING, prepared.request.compute, workers, prepared.free,
-        )  # fmt: skip
+        prepared.request.progress(0, 0, "calibrate")
+        job = _job_of(prepared.request, resolved, prepared.data)
+        job = replace(job, partial=directory / CALIBRATING, workers=workers, free=prepared.free)
+        calibration = calibrate(job)
         calibration.save(saved)
         return Calibration.load(saved) if calibration.chosen else calibration  # codes are read from this file
 
 
-def _needed(resolved: ResolvedRequest) -> set[str]:
-    """The modules that the target will quantize: it may keep some."""
-    return {module for step in resolved.plan.quantized for module in step.modules}
+def _job_of(request: Request, resolved: ResolvedRequest, data: Data) -> CalibrationJob:
+    """The calibration of a request, for the modules that its target will quantize: it may keep some."""
+    assert resolved.scheme
+    return CalibrationJob(
+        source_for(resolved.source, request.compute), resolved.structure, resolved.scheme, data, request.device,
+        request.progress, {module for step in resolved.plan.quantized for module in step.modules}, request.memory,
+    )  # fmt: skip
 
 
 def _decide(workers: Workers | None, calibrates: bool) -> None:
@@ -352,10 +326,8 @@ def _assisted(request: Request, workers: Workers) -> Report:
         assert resolved.scheme
         own = request.calib if resolved.calibration is None and request.data is None else request.data
         data = unwarned_data_of(source, own, sampling_for(request.sampling, resolved.scheme))
-        calibrate(
-            source, resolved.structure, resolved.scheme, data, request.device, no_progress, _needed(resolved),
-            request.memory, _beside(request, resolved.out), request.compute, workers,
-        )  # fmt: skip
+        job = _job_of(replace(request, progress=no_progress), resolved, data)
+        calibrate(replace(job, partial=_beside(request, resolved.out), workers=workers))
     written, *_ = workers.agree(None)
     return report_from_dict(json.loads(written))
 

@@ -24,13 +24,14 @@ from bridge.quant.schemes.group_size import with_dividing_blocks
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
-from bridge.sources.source import Source, is_adapted, is_pruned
+from bridge.sources.source import Source
 from bridge.targets import load_target, make_options, program_of, target_names
 
 if TYPE_CHECKING:
     from bridge.calibration.data import Sampling
     from bridge.calibration.walk.budget import Need
-    from bridge.sources.pruned.source import PrunedSource
+    from bridge.sources.pruned.kept import Kept
+    from bridge.sources.pruned.sparse import Sparse
 
 
 def plan(
@@ -177,9 +178,9 @@ def contracts_of(target: str, options: Mapping[str, Any], runtime: str | None) -
 def _planned(inputs: PlanInputs) -> Plan:
     """Make a plan, and the keys of its files, so that a tokenizer without a place in them is refused now."""
     plan = make_plan(inputs)
-    if is_pruned(inputs.source):
-        plan = replace(plan, notes=(*plan.notes, *_pruning_notes(inputs.source, plan)))
-    if is_adapted(inputs.source):
+    if kept := inputs.source.kept:
+        plan = replace(plan, notes=(*plan.notes, *_pruning_notes(kept, inputs.source.sparse, plan)))
+    if inputs.source.adapter:
         plan = replace(plan, notes=(*plan.notes, inputs.source.note))
         _check_kept(inputs.source, plan)
     load_target(plan.target).file_metadata(plan, inputs.source)
@@ -188,17 +189,17 @@ def _planned(inputs: PlanInputs) -> Plan:
     return replace(plan, calibration=need_of(inputs.source, inputs.structure, inputs.scheme).line())
 
 
-def _pruning_notes(source: PrunedSource, plan: Plan) -> Iterator[str]:
+def _pruning_notes(kept: Kept, sparse: Sparse | None, plan: Plan) -> Iterator[str]:
     """What was cut; of zeros, which programs are faster with them: files keep every zero."""
-    if changed := source.kept.lines():
+    if changed := kept.lines():
         yield f"pruned: {', '.join(changed)}"
-    if source.sparse:
+    if sparse:
         faster = [
             f"{program.title} ({contract.sparse.option})"
             for program in runtimes()
             if (contract := program.contract_of(plan)) and contract.sparse
         ]
-        count = number(len(source.sparse.axes), "matrix", "matrices")
+        count = number(len(sparse.axes), "matrix", "matrices")
         yield (
             f"sparse: 2:4 in {count}; files keep their size, and "
             + (f"{', '.join(faster)} can be faster" if faster else "no program that a contract is about is faster")
@@ -207,7 +208,7 @@ def _pruning_notes(source: PrunedSource, plan: Plan) -> Iterator[str]:
 
 def _check_kept(source: Source, plan: Plan) -> None:
     """PlanError if an adapter beside this output would not be applied as it was trained."""
-    if not hasattr(source, "served"):
+    if not source.adapter_is_copied:
         return
     remedy = "merge it: adapter='merge' (--adapter merge)"
     if plan.target != "hf":

@@ -9,8 +9,8 @@ from typing import Any
 
 from bridge.api.plans import need_of, passthrough_of, plan_of, scheme_of
 from bridge.calibration.data import DEFAULT, Data, Sampling, check_compute, prepare
+from bridge.core.addresses import check_local
 from bridge.core.errors import BridgeError, CalibrationError, UsageError, warn
-from bridge.core.places import check_here
 from bridge.core.progress import Progress, no_progress
 from bridge.core.remote.path import remote
 from bridge.core.text import fold_problems
@@ -38,7 +38,7 @@ def data_of(source: Source, data: Any, sampling: Sampling = DEFAULT) -> Data:
 
 def unwarned_data_of(source: Source, data: Any, sampling: Sampling = DEFAULT) -> Data:
     """The same without its warnings, which `warn_of` issues when it is known that they are used."""
-    check_here(data=data)
+    check_local(data=data)
     return prepare(data, source, sampling)
 
 
@@ -132,7 +132,7 @@ def codes_bytes(plan_: Plan) -> int:
 
 def resolve(source: Source, request: Request) -> ResolvedRequest:
     """Resolve what `convert` would do, from its arguments and the headers of the source."""
-    check_here(calib=request.calib)
+    check_local(calib=request.calib)
     check_compute(request.compute)
     if request.calib is not None and request.data is not None:
         raise UsageError("calib= (--calib) and data= (--data) both say what to calibrate with; give one of them")
@@ -151,7 +151,7 @@ def resolve(source: Source, request: Request) -> ResolvedRequest:
 
 def _check_outside(out: Path, source: Source) -> None:
     """Refuse to overwrite the source."""
-    root = getattr(source, "root", None)
+    root = source.root
     if root is not None and not remote(root) and Path(root).resolve() in (out.resolve(), *out.resolve().parents):
         raise UsageError(f"{out} is the source or lies inside it: its files would be lost; choose another directory")
 

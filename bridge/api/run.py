@@ -21,11 +21,12 @@ from bridge.core.text import SHOWN, fold_layers, number
 from bridge.core.values import TensorSpec
 from bridge.sources.config_json import read_json
 from bridge.sources.configs.positions import context_length, encoder_length
-from bridge.sources.configs.token_ids import TOKENIZER, TOKENIZER_CONFIG, token_ids
+from bridge.sources.configs.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_JSON, token_ids
 from bridge.streaming.written import OutputReader, open_written
 from bridge.targets import load_target
-from bridge.targets.generation import READING, TRANSCRIBING, Seeing, Settings, check_decoder, check_hears, check_sees
+from bridge.targets.generation import READS, TRANSCRIBES, Seeing, Settings, check_decoder, check_hears, check_sees
 from bridge.targets.manifest import load_manifest
+from bridge.targets.tasks import classes_of
 from bridge.verification.verify import check_fits, check_on_disk
 
 if TYPE_CHECKING:
@@ -158,11 +159,11 @@ def _prompt(
         check_sees(architecture)
     if sounds:
         check_hears(architecture)
-    if architecture in (*READING, *TRANSCRIBING):
-        what = "reads an image" if architecture in READING else "hears a sound"
+    if architecture in classes_of(READS, TRANSCRIBES):
+        what = "reads an image" if architecture in classes_of(READS) else "hears a sound"
         if chat:
             raise UsageError(f"{architecture} {what}, and no chat; leave out chat (--chat)")
-        if architecture in TRANSCRIBING:
+        if architecture in classes_of(TRANSCRIBES):
             made = sound_alone(directory, sounds)
         else:
             text, made = image_alone(directory, images, text)
@@ -191,10 +192,10 @@ def _settings(text: str, tokens: int, temperature: float, seed: int, *, needs_te
 def _limited(settings: Settings, directory: Path, architecture: str, ids: list[int]) -> tuple[Settings, bool]:
     """The settings with the model's end tokens and within its context, and whether the context is what limits it."""
     config = read_json(directory / "config.json", f"{directory}/config.json")
-    files = {name: directory / name for name in (GENERATION, TOKENIZER_CONFIG, TOKENIZER)}
+    files = {name: directory / name for name in (GENERATION, TOKENIZER_CONFIG, TOKENIZER_JSON)}
     ends = token_ids(files).get("eos_token_id", config.get("eos_token_id"))
     stop = ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else []
-    writes = architecture in (*READING, *TRANSCRIBING)  # then the ids are of the decoder
+    writes = architecture in classes_of(READS, TRANSCRIBES)  # then the ids are of the decoder
     if not writes and (positions := encoder_length(config)) is not None and len(ids) > positions:
         raise UsageError(f"the text has {len(ids)} tokens, and the model's encoder reads {positions}; shorten it")
     # A decoder apart from the encoder of a text reads none of it; a transcript begins with few tokens.
@@ -238,10 +239,10 @@ class _Tokens:
             raise CannotRun("running a model needs tokenizers: pip install 'qbridge[trt]'") from error
         self._directory = directory
         try:
-            self._tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
+            self._tokenizer = Tokenizer.from_file(str(directory / TOKENIZER_JSON))
         except Exception as error:  # tokenizers raises bare exceptions
             raise SourceError(
-                f"{directory / TOKENIZER} cannot be read as a tokenizer ({first_line(error)}); copy the "
+                f"{directory / TOKENIZER_JSON} cannot be read as a tokenizer ({first_line(error)}); copy the "
                 "model's there, or convert again with tokenizer= (--tokenizer)"
             ) from error
         self._decoded = DecodeStream(skip_special_tokens=True)

@@ -11,8 +11,9 @@ from bridge.api import conversion
 from bridge.api.plans import scheme_of
 from bridge.api.request import Request, data_of, data_to_compare
 from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
-from bridge.calibration.amount import sampling_for
 from bridge.calibration.data import Sampling, check_compute
+from bridge.calibration.job import CalibrationJob
+from bridge.calibration.requirements import sampling_for, source_for
 from bridge.calibration.walk.workers.processes import joined
 from bridge.core.errors import TableError, UsageError, VerifyError
 from bridge.core.mappings import KINDS, table_files
@@ -100,10 +101,11 @@ def calibrate(
         if scheme is None:
             raise UsageError("calibrate needs a scheme; pass quant='fp8', for example")
         prepared = data_of(source, data, sampling_for(Sampling(samples, sequence, field), scheme))
-        return conversion.calibrate(
-            source, structure, scheme, prepared, device, callback, memory=limit, partial=kept, compute=compute,
-            workers=group,
-        )  # fmt: skip
+        run_as = source_for(source, compute)
+        job = CalibrationJob(
+            run_as, structure, scheme, prepared, device, callback, memory=limit, partial=kept, workers=group
+        )
+        return conversion.calibrate(job)
 
 
 def fake_quantize(
@@ -123,7 +125,7 @@ def fake_quantize(
     source = open_source(model)
     sampling = sampling_for(Sampling(samples, sequence), scheme)
     prepared = replace(data_of(source, data, sampling), held_out=())
-    return run(source, structure_of(source), scheme, prepared, least=least)
+    return run(CalibrationJob(source, structure_of(source), scheme, prepared), least)
 
 
 @shows_progress

@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from bridge.calibration.amount import default_samples
 from bridge.calibration.data import MOST_SAMPLES, Data
-from bridge.calibration.expert_tokens import ExpertTokens
+from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import copy_modules
 from bridge.calibration.quantizers import QuantizerBinding, bind
 from bridge.calibration.reference_outputs import blaming, runner
+from bridge.calibration.requirements import default_samples
+from bridge.calibration.statistics import ExpertTokens
 from bridge.calibration.walk.states import Spill
-from bridge.core.progress import Progress, no_progress
-from bridge.core.values import Format, Structure
-from bridge.quant.schemes.scheme import Scheme, is_calibrated
-from bridge.sources.source import Source
+from bridge.core.progress import Progress
+from bridge.core.values import Format
+from bridge.quant.schemes.scheme import is_calibrated
 
 EVERY_EXPERT = 64  # tokens that the router sends to each; fewer leave channels of its input unseen
 # Median of |log2| between the channels' maxima of n and of 2n rows. On tiny-llama it is 0.010 from 32 to 64 rows, but
@@ -41,16 +41,7 @@ class _Seen:
     experts: Mapping[str, np.ndarray]
 
 
-def choose(
-    source: Source,
-    structure: Structure,
-    scheme: Scheme,
-    data: Data,
-    device: str | None = None,
-    progress: Progress = no_progress,
-    by_blocks: bool = False,
-    spill: Spill | None = None,
-) -> Data:
+def choose_samples(job: CalibrationJob, by_blocks: bool = False, spill: Spill | None = None) -> Data:
     """Return data with the number of rows that the scheme needs on this model, and why (`chosen`).
 
     Other data than those of `samples="auto"` are returned as they are. With experts, the model runs until each has
@@ -58,14 +49,14 @@ def choose(
     The scheme's default is the least. `by_blocks`: with one block of the model in memory at a time, and
     activations in `spill`.
     """
+    source, sites, scheme, data = job.source, job.structure.sites, job.scheme, job.data
     if data.cut is None:
         return data
     from bridge.sources.live_models.checkpoint_names import live_names, tied_names
 
-    scheme = scheme.bound(structure.sites)
-    formats = {site.module: scheme.format_of(site) for site in structure.sites}
-    used = [s for s in structure.sites if isinstance(f := formats[s.module], Format) and is_calibrated(f)]
-    smoothed = {site.module for site in used if _algorithm(formats[site.module]) == "smoothquant"}
+    formats = {site.module: scheme.format_of(site) for site in sites}
+    used = [s for s in sites if isinstance(f := formats[s.module], Format) and is_calibrated(f)]
+    smoothed = {site.module for site in used if getattr(formats[site.module], "algorithm", "") == "smoothquant"}
     layers = sorted({s.layer for s in used if s.module in smoothed and s.layer is not None})[:BLOCKS]
     experts = any(site.stacked or site.expert is not None for site in used)
     if not layers and not experts:
@@ -79,17 +70,15 @@ def choose(
 
         def watch(data: Data) -> _Seen:
             seen = _Watch(bindings, first, experts)
-            watch_by_blocks(source, structure, scheme, replace(data, held_out=()), device, progress, seen, spill)
+            watch_by_blocks(replace(job, data=replace(data, held_out=())), seen, spill)
             return _Seen(seen.channels, seen.routing.tokens)
     else:
         copied = copy_modules(model)
-        watch = partial(_watch, copied if device is None else copied.to(device), model, bindings, first, experts)
+        watch = partial(
+            _watch, copied if job.device is None else copied.to(job.device), model, bindings, first, experts
+        )
     least = default_samples(scheme)
-    return _doubled(data.cut, watch, least // 2 if first else least, progress)
-
-
-def _algorithm(form: Format | str) -> str:
-    return form.algorithm if isinstance(form, Format) else ""
+    return _doubled(data.cut, watch, least // 2 if first else least, job.progress)
 
 
 def _doubled(cut: Callable[[int], Data], watch: Callable[[Data], _Seen], rows: int, progress: Progress) -> Data:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.calibration.compute import model_in_memory
 from bridge.calibration.data import Data
+from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import PACKAGES, fake_quantize, fingerprint
 from bridge.calibration.quantizers import calibrator
-from bridge.calibration.requirements import check_data, check_device
+from bridge.calibration.requirements import check_data, check_device, is_cuda, model_in_memory
 from bridge.calibration.walk.budget import Need, by_blocks, calibration_need, memory_of, stacked_bytes, tokens_of
 from bridge.calibration.walk.workers.device import device_of, home_of
 from bridge.calibration.walk.workers.processes import Workers, check_same
 from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.machine import available_memory
-from bridge.core.progress import Progress, no_progress
+from bridge.core.progress import no_progress
 from bridge.core.text import size
-from bridge.core.values import Structure, TensorSpec, main_dtype
+from bridge.core.values import TensorSpec, main_dtype
 from bridge.core.version import installed
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme, is_calibrated
@@ -31,7 +31,7 @@ JOINED = {"max", "mse", "smoothquant", "awq"}  # algorithms whose statistics `wa
 
 
 @dataclass(frozen=True)
-class Way:
+class Strategy:
     """How a calibration runs, decided from headers and one look at free memory.
 
     `memory`: what the caller allows, None for most of `free`. `blocks`: block by block. `device`: None for the CPU.
@@ -55,7 +55,7 @@ class Way:
         """Whether the next block is read while one runs; a model in memory is not read."""
         return not self.resident and self.need.blocks + self.need.largest_bytes <= self.budget
 
-    def told(self) -> str:
+    def message(self) -> str:
         """Say that free memory sends the model through in blocks, with both figures; "" if the caller chose."""
         if self.memory is not None or not self.blocks:
             return ""
@@ -74,9 +74,9 @@ class Way:
         """
         from bridge.calibration.walk.states import spill_to
 
-        if self.need.parked and self.need.parked > (free := available_memory() // sharing):
+        if self.need.offloaded and self.need.offloaded > (free := available_memory() // sharing):
             raise UsageError(
-                f"{size(self.need.parked)} of activations wait in the host's memory, of which {size(free)} is free; "
+                f"{size(self.need.offloaded)} of activations wait in the host's memory, of which {size(free)} is free; "
                 "give fewer samples= (--samples)"
             )
         share = self.need.share(self.budget)
@@ -85,114 +85,77 @@ class Way:
         return spill_to(partial, share, self.need.states - share, self.need.codes, kept, spare, sharing)
 
 
-def way_of(
-    source: Source,
-    structure: Structure,
-    scheme: Scheme,
-    data: Data,
-    memory: int | None,
-    device: str | None,
-    free: int | None = None,
-    whole_layers: bool = False,
-) -> Way:
-    """Decide how to calibrate; reads headers, and refuses what no way fits.
+def choose_strategy(job: CalibrationJob, whole_layers: bool = False) -> Strategy:
+    """Decide how to calibrate; reads headers, and refuses what no strategy fits.
 
-    `free`: what was read before; None reads it. `whole_layers`: the experts of a layer do not run one by one.
+    `whole_layers`: the experts of a layer do not run one by one.
     """
-    device, resident = device or home_of(source), model_in_memory(source) is not None
-    free = free_memory(device) if free is None else free
+    source, data = job.source, job.data
+    device, resident = job.device or home_of(source), model_in_memory(source) is not None
+    free = free_memory(device) if job.free is None else job.free
     specs = _in_memory(source)
-    found = calibration_need(specs, source.config, scheme, tokens_of(data), structure.sites)
+    need = calibration_need(specs, source.config, job.scheme, tokens_of(data), job.structure.sites)
     if resident:
-        found = replace(found, whole=found.whole - stacked_bytes(specs.values()))  # nothing is loaded
+        need = replace(need, whole=need.whole - stacked_bytes(specs.values()))  # nothing is loaded
     if data.cut or whole_layers:
-        found = found.uncut  # the choice of samples looks into whole layers
-    found = found.on_device if str(device or "").startswith("cuda") else replace(found, parked=0)
+        need = need.uncut  # the choice of samples looks into whole layers
+    need = need.on_device if is_cuda(device) else replace(need, offloaded=0)
     # the float32 copy of a model in memory is not there yet
-    there = resident and getattr(source, "runs_in", "") in ("", main_dtype(source.specs.values()))
-    cut = by_blocks(found, memory, free, driven=data.forward_loop is not None, resident=there)
-    return Way(found, memory, free, cut, device, resident)
+    loaded = resident and source.runs_in in ("", main_dtype(source.specs.values()))
+    blocks = by_blocks(need, job.memory, free, driven=data.forward_loop is not None, resident=loaded)
+    return Strategy(need, job.memory, free, blocks, device, resident)
 
 
-def calibrate(
-    source: Source,
-    structure: Structure,
-    scheme: Scheme,
-    data: Data,
-    *,
-    device: str | None = None,
-    progress: Progress | None = None,
-    needed: Collection[str] | None = None,
-    memory: int | None = None,
-    partial: Path | None = None,
-    workers: Workers | None = None,
-    free: int | None = None,
-) -> Calibration:
-    """Run the model of `source`, with ModelOpt where the scheme needs it, and return its statistics.
+def calibrate(job: CalibrationJob) -> Calibration:
+    """Run the model, with ModelOpt where the scheme needs it, and return its statistics.
 
-    The model is not changed. `memory`: bytes that the run may take; None: most of what is free. Above it the model runs
-    block by block, with the same result. `needed`: modules that will be quantized. `partial`: a directory that keeps
-    finished blocks meanwhile, so that a killed run goes on. `workers`: processes that share the batches; the model runs
-    block by block then, since they meet at each. `free`: free memory as it was read before.
+    Above `job.memory` the model runs block by block, with the same result, and so it does with workers, which meet at
+    each block.
 
     Raises:
         CalibrationError: before the model is loaded if data or CUDA are missing.
-        UsageError: `memory` does not hold the largest block, or the disk has no room.
+        UsageError: `job.memory` does not hold the largest block, or the disk has no room.
     """
-    check_device(scheme, device)
-    check_data(scheme, data)
-    scheme, report = scheme.bound(structure.sites), progress or no_progress
-    if workers:
-        return _together(source, structure, scheme, data, device, report, needed, memory, partial, workers)
-    way, weighted, made = way_of(source, structure, scheme, data, memory, device, free), _weighted(scheme), None
-    spill = way.spill(partial) if way.blocks else None
-    if way.blocks and (scheme.needs_modelopt or not weighted):
-        from bridge.calibration.walk.gauge import Options
+    scheme = job.scheme
+    check_device(scheme, job.device)
+    check_data(scheme, job.data)
+    if job.workers:
+        return _calibrate_share(job, job.workers)
+    strategy, weighted, made = choose_strategy(job), _weighted(scheme), None
+    spill = strategy.spill(job.partial) if strategy.blocks else None
+    job = replace(job, device=strategy.device) if strategy.blocks else job
+    if strategy.blocks and (scheme.needs_modelopt or not weighted):
+        from bridge.calibration.walk.options import Options
         from bridge.calibration.walk.run import calibrate_by_blocks
 
-        options = Options(way.ahead, spill, way.need.room(way.budget))
-        made = calibrate_by_blocks(source, structure, scheme, data, way.device, report, needed, partial, options)
+        made = calibrate_by_blocks(job, Options(strategy.ahead, spill, strategy.need.room(strategy.budget)))
     elif scheme.needs_modelopt or not weighted:
-        made = fake_quantize(source, structure, scheme, data, device=device, progress=report, needed=needed).calibration
+        made = fake_quantize(job).calibration
     if made and not weighted:
         return made
     from bridge.calibration.importance.matrix import measure_importance  # a run of its own, of the plain model
 
-    return measure_importance(
-        source, structure, scheme, data, device=way.device if way.blocks else device, progress=report, needed=needed,
-        beside=made, by_blocks=way.blocks, spill=spill,
-    )  # fmt: skip
+    return measure_importance(job, added_to=made, by_blocks=strategy.blocks, spill=spill)
 
 
-def _together(
-    source: Source,
-    structure: Structure,
-    scheme: Scheme,
-    data: Data,
-    device: str | None,
-    report: Progress,
-    needed: Collection[str] | None,
-    memory: int | None,
-    partial: Path | None,
-    workers: Workers,
-) -> Calibration:
+def _calibrate_share(job: CalibrationJob, workers: Workers) -> Calibration:
     """Calibrate with this process's share of the batches; every process returns the same."""
-    from bridge.calibration.walk.gauge import Options
+    from bridge.calibration.walk.options import Options
     from bridge.calibration.walk.run import calibrate_by_blocks
 
-    if why := _not_shared(scheme, data):
+    if why := _not_shared(job.scheme, job.data):
         raise CalibrationError(f"{why}; calibrate in one process (workers=1, or without torchrun)")
-    check_same(workers, _arguments(source, structure, scheme, data, device, partial))
+    check_same(workers, _arguments(job))
     here = workers.neighbours()
-    own = replace(data, batches=tuple(batch for _, batch in workers.share(data.batches)))
-    device = device_of(device or home_of(source), here.index(workers.rank))
-    free = free_memory(device) // (1 if str(device or "").startswith("cuda") else len(here))
+    own = replace(job.data, batches=tuple(batch for _, batch in workers.share(job.data.batches)))
+    device = device_of(job.device or home_of(job.source), here.index(workers.rank))
+    free = free_memory(device) // (1 if is_cuda(device) else len(here))
     # sums over the experts of a layer are not joined
-    way = way_of(source, structure, scheme, own, memory, device, free, whole_layers=True)
-    kept = partial and workers.own_directory(partial)
-    progress = report if workers.first else no_progress
-    options = Options(way.ahead, way.spill(kept, len(here)), workers=workers)
-    made = calibrate_by_blocks(source, structure, scheme, data, device, progress, needed, kept, options)
+    strategy = choose_strategy(replace(job, data=own, device=device, free=free), whole_layers=True)
+    kept = job.partial and workers.own_directory(job.partial)
+    progress = job.progress if workers.first else no_progress
+    job = replace(job, device=device, partial=kept, progress=progress)
+    made = calibrate_by_blocks(job, Options(strategy.ahead, strategy.spill(kept, len(here))))
     check_same(workers, {"calibration": made.digest})
     return made
 
@@ -208,17 +171,15 @@ def _not_shared(scheme: Scheme, data: Data) -> str:
     return ""
 
 
-def _arguments(
-    source: Source, structure: Structure, scheme: Scheme, data: Data, device: str | None, partial: Path | None
-) -> dict[str, str]:
+def _arguments(job: CalibrationJob) -> dict[str, str]:
     """What has to be the same in all processes, by the word of the caller."""
     return {
-        "model": fingerprint(structure, source),
-        "quant": scheme.digest,
-        "data": data.digest,
-        "device": str(device).partition(":")[0],
-        "partial": str(partial is not None),
-        "compute": str(getattr(source, "runs_in", "")),
+        "model": fingerprint(job.structure, job.source),
+        "quant": job.scheme.digest,
+        "data": job.data.digest,
+        "device": str(job.device).partition(":")[0],
+        "partial": str(job.partial is not None),
+        "compute": job.source.runs_in,
         "version of nvidia-modelopt, qbridge, torch or transformers": repr([installed(name) for name in PACKAGES]),
     }
 
@@ -229,13 +190,13 @@ def _weighted(scheme: Scheme) -> bool:
 
 def _in_memory(source: Source) -> Mapping[str, TensorSpec]:
     """The tensors in the dtype that the model runs in, which `compute=` may choose."""
-    dtype = getattr(source, "runs_in", "")
+    dtype = source.runs_in
     return {name: replace(spec, dtype=dtype) for name, spec in source.specs.items()} if dtype else source.specs
 
 
 def free_memory(device: str | None) -> int:
     """Return the free memory of the machine, or of the CUDA device that holds the model."""
-    if not str(device or "").startswith("cuda"):
+    if not is_cuda(device):
         return available_memory()
     import torch
 

@@ -22,7 +22,7 @@ from bridge.calibration.algorithms.clips import contiguous, set_aside, take_clip
 from bridge.calibration.algorithms.codes import chosen_of, made_for
 from bridge.calibration.algorithms.columns import install
 from bridge.calibration.data import Data
-from bridge.calibration.expert_tokens import ExpertTokens
+from bridge.calibration.job import CalibrationJob
 from bridge.calibration.quantizers import (
     QuantizerBinding,
     bind,
@@ -37,6 +37,7 @@ from bridge.calibration.reference_outputs import Answers, Run, blaming, held_out
 from bridge.calibration.requirements import check_data, check_device
 from bridge.calibration.schedule import PASSES, Schedule, method_of, schedule_of
 from bridge.calibration.statistics import (
+    ExpertTokens,
     FakeModel,
     collect,
     isolate,
@@ -48,7 +49,7 @@ from bridge.calibration.statistics import (
 )
 from bridge.calibration.walk.toggles import own_weights
 from bridge.core.errors import CalibrationError
-from bridge.core.progress import Progress, no_progress
+from bridge.core.progress import Progress
 from bridge.core.text import fold_layers
 from bridge.core.values import Structure
 from bridge.core.version import installed, loads_transformers
@@ -75,59 +76,47 @@ class FakeQuantized:
     attention: tuple[str, ...]
 
 
-def fake_quantize(
-    source: Source,
-    structure: Structure,
-    scheme: Scheme,
-    data: Data,
-    *,
-    device: str | None = None,
-    progress: Progress | None = None,
-    least: float = 0.0,
-    needed: Collection[str] | None = None,
-) -> FakeQuantized:
-    """Run the model of `source` with ModelOpt; the model is not changed.
+def fake_quantize(job: CalibrationJob, least: float = 0.0) -> FakeQuantized:
+    """Run the whole model with ModelOpt; the model is not changed.
 
     The copy shares the model's memory: a weight that is changed later is changed in the copy, too.
-    `least`: the lower bound of the amax of an input. `needed`: modules that will be quantized.
+    `least`: the lower bound of the amax of an input.
 
     Raises:
         CalibrationError: before the model is loaded if data or CUDA are missing.
     """
-    check_device(scheme, device)
+    source, scheme, data = job.source, job.scheme, job.data
+    check_device(scheme, job.device)
     check_data(scheme, data)
     from bridge.sources.live_models.checkpoint_names import live_names
 
-    scheme = scheme.bound(structure.sites)
     model = source.load_model()
     origins = live_names(model, source.specs)
-    report = progress or no_progress
-    fake = _calibrated(model, scheme, structure, data, origins, device, report)
+    fake = _calibrated(model, job, origins)
     raised = raise_inputs(fake, least)
     seen = collect(fake, scheme) | chosen_of(fake.model, fake.bindings, origins)
-    statistics, applied = settle_statistics(seen, fake.bindings, fake.attention.values(), scheme, source.specs, needed)
+    attention = fake.attention.values()
+    statistics, applied = settle_statistics(seen, fake.bindings, attention, scheme, source.specs, job.needed)
     held = None
     # Behind a forward_loop the held-out inputs are the embedded text, which not every model reads.
     if data.held_out and not (data.forward_loop is not None and refusal(model, data.held_out[0])):
-        held = _held_out(model, fake, scheme, data, report)
-    provenance = made_for(provenance_of(source, structure, scheme, data, model), source, structure, seen)
+        held = _held_out(model, fake, job)
+    provenance = made_for(provenance_of(job, model), source, job.structure, seen)
     calibration = Calibration(provenance=provenance, **statistics, applied=(*raised, *applied), held_out=held)
     return FakeQuantized(fake.model, calibration, model, fake.bindings, tuple(fake.attention))
 
 
-def provenance_of(
-    source: Source, structure: Structure, scheme: Scheme, data: Data, model: Any, used: Sequence[str] = PACKAGES
-) -> Provenance:
-    """Return what a calibration with these arguments was made from; `used`: the packages that took part."""
+def provenance_of(job: CalibrationJob, model: Any, used: Sequence[str] = PACKAGES) -> Provenance:
+    """Return what a calibration was made from. `model`: as it runs; `used`: the packages that took part."""
     return Provenance(
-        scheme=scheme.name,
-        scheme_digest=scheme.digest,
-        architecture=structure.architecture,
-        model=fingerprint(structure, source),
+        scheme=job.scheme.name,
+        scheme_digest=job.scheme.digest,
+        architecture=job.structure.architecture,
+        model=fingerprint(job.structure, job.source),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        data_digest=data.digest,
-        samples=data.samples,
-        sequence=data.sequence,
+        data_digest=job.data.digest,
+        samples=job.data.samples,
+        sequence=job.data.sequence,
         versions={package: installed(package) or "unknown" for package in used},
     )
 
@@ -142,25 +131,17 @@ def import_frameworks(with_modelopt: bool) -> None:
         import transformers  # noqa: F401
 
 
-def _calibrated(
-    model: Any,
-    scheme: Scheme,
-    structure: Structure,
-    data: Data,
-    origins: Mapping[str, Origin],
-    device: str | None,
-    report: Progress,
-) -> FakeModel:
+def _calibrated(model: Any, job: CalibrationJob, origins: Mapping[str, Origin]) -> FakeModel:
     """Quantize and calibrate a copy of `model` with ModelOpt."""
     from bridge.sources.live_models.checkpoint_names import tied_names
 
-    bindings, attention = bindings_of(structure, scheme, origins, tied_names(model))
-    schedule = schedule_of(scheme, [binding.format for binding in bindings], bool(attention))
+    bindings, attention = bindings_of(job.structure, job.scheme, origins, tied_names(model))
+    schedule = schedule_of(job.scheme, [binding.format for binding in bindings], bool(attention))
     fake = copy_modules(model, {w.module for w in bindings if w.format.changes_weights})
-    if device is not None:
-        fake = fake.to(device)
-    loop = loop_over(data, model, report, len(schedule.streams))
-    return calibrate_root(fake, scheme, schedule, bindings, attention, loop)
+    if job.device is not None:
+        fake = fake.to(job.device)
+    loop = loop_over(job.data, model, job.progress, len(schedule.streams))
+    return calibrate_root(fake, job.scheme, schedule, bindings, attention, loop)
 
 
 def bindings_of(
@@ -359,25 +340,25 @@ def _attention(structure: Structure, origins: Mapping[str, Origin]) -> dict[str,
     return live
 
 
-def _held_out(model: Any, fake: FakeModel, scheme: Scheme, data: Data, report: Progress) -> HeldOut:
+def _held_out(model: Any, fake: FakeModel, job: CalibrationJob) -> HeldOut:
     """Run both models on the held-out inputs; ModelOpt's only if its kernels run here."""
-    source = Answers(data.held_out, model)
-    quantized = None
-    done, total = 0, len(source.batches) * (2 if simulates(scheme) else 1)
+    batches, simulated = job.data.held_out, simulates(job.scheme)
+    source, quantized = Answers(batches, model), None
+    done, total = 0, len(source.batches) * (2 if simulated else 1)
 
     def answer(answers: Answers, run: Run) -> None:
         nonlocal done
         for at, batch in enumerate(answers.batches):
             answers.take(at, run(batch))
             done += 1
-            report(done, total, "run the held-out inputs")
+            job.progress(done, total, "run the held-out inputs")
 
     answer(source, runner(model))
-    if simulates(scheme):
-        quantized = Answers(data.held_out, model, source.sampled)
+    if simulated:
+        quantized = Answers(batches, model, source.sampled)
         with quiet():
             answer(quantized, runner(fake.model))
-    return held_out_of(data.held_out, source, quantized)
+    return held_out_of(batches, source, quantized)
 
 
 def simulates(scheme: Scheme) -> bool:

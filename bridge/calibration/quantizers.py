@@ -164,8 +164,6 @@ def quant_cfg(
 @contextmanager
 def kept_from_modelopt(root: Any, bindings: Sequence[QuantizerBinding]) -> Iterator[None]:
     """Hide modules that ModelOpt breaks or fails on while it makes modules quantizable, and that hold no site."""
-    from bridge.calibration.algorithms.hidden import hide
-
     sites = {binding.module for binding in bindings}
     hidden: list[tuple[Any, str, Any]] = []
     for name, parent in root.named_modules():
@@ -174,12 +172,23 @@ def kept_from_modelopt(root: Any, bindings: Sequence[QuantizerBinding]) -> Itera
             if child is not None and _is_broken(child) and not any(f"{site}.".startswith(f"{path}.") for site in sites):
                 hidden.append((parent, key, child))
     for parent, key, child in hidden:
-        parent._modules[key] = hide(child)
+        parent._modules[key] = _hide(child)
     try:
         yield
     finally:
         for parent, key, child in hidden:
             parent._modules[key] = child
+
+
+def _hide(module: Any) -> Any:
+    """Return a stand-in that shows the attributes of a module, and none of its children, parameters and buffers."""
+    from torch.nn import Module
+
+    class Hidden(Module):
+        def __getattr__(self, name: str) -> Any:
+            return getattr(module, name)
+
+    return Hidden()
 
 
 @contextmanager

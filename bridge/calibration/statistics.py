@@ -1,9 +1,10 @@
-"""Read the statistics of ModelOpt's quantizers by checkpoint module, and apply policies."""
+"""Collect statistics: ModelOpt's by checkpoint module, and tokens of experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -32,6 +33,45 @@ class FakeModel:
     scales: dict[str, Any]
     tokens: dict[str, np.ndarray] = field(default_factory=dict)
     clips: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+class ExpertTokens:
+    """`tokens`: checkpoint name of a layer's experts -> tokens of each, over the first run of the data through it.
+
+    transformers has the experts of a layer in one module, which is called with every token's experts. A module that is
+    called with other arguments is not counted.
+    """
+
+    def __init__(self, bindings: Iterable[QuantizerBinding]) -> None:
+        self.tokens: dict[str, np.ndarray] = {}
+        experts = (one for one in bindings if one.site.stacked or one.expert is not None)
+        self._names = {one.module: one.site.experts for one in experts}  # live module -> checkpoint name
+
+    def first(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return the loop with its first run through each layer counted; an algorithm may run it more than once."""
+
+        def run(model: Any) -> None:
+            handles = [
+                module.register_forward_pre_hook(partial(self._count, self._names[name]), with_kwargs=True)
+                for name, module in model.named_modules()
+                if name in self._names and self._names[name] not in self.tokens
+            ]
+            try:
+                loop(model)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+        return run
+
+    def _count(self, name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        integers = ("torch.int64", "torch.int32")
+        chosen = next((x for x in (*args, *kwargs.values()) if str(getattr(x, "dtype", "")) in integers), None)
+        if chosen is None:
+            return
+        size = int(next(module.parameters()).shape[0])
+        counts = np.bincount(chosen.detach().cpu().numpy().reshape(-1), minlength=size)[:size]
+        self.tokens[name] = self.tokens.get(name, np.zeros(size, np.float32)) + counts.astype(np.float32)
 
 
 def raise_inputs(fake: FakeModel, least: float) -> list[Applied]:

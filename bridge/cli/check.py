@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import bridge
 from bridge.cli.terminal import FAILED, Exit, Terminal
 from bridge.cli.verb import no_bars, verb
+from bridge.core.addresses import check_length, is_remote, shown
 from bridge.core.errors import BridgeError, SourceError, TableError, UsageError
 from bridge.core.mappings import TableFile, parse_table
 from bridge.core.output.names import MANIFEST
-from bridge.core.places import check_length, is_remote, shown
 from bridge.core.text import fold_layers, number
 from bridge.quant.schemes.load import load_scheme
 from bridge.sources.configs.families import check_family
@@ -98,7 +98,7 @@ def _lint(path: Path) -> list[str]:
         findings = [*target.lint(path, plan), *target.audit(path), *altered(path, manifest)]
         return _with_values(findings, (open_written(path / name, plan) for name in plan.files))
     from bridge.core.formats.safetensors import SafetensorsFile
-    from bridge.targets.trt.files import graphs
+    from bridge.targets.onnx.files import graphs
 
     if (path / "rank0.safetensors").is_file():
         from bridge.targets.trtllm.lint import lint as lint_ranks
@@ -114,10 +114,10 @@ def _lint(path: Path) -> list[str]:
         from bridge.targets.gguf.lint import lint as lint_gguf
 
         return [finding for file in files for finding in _with_values(lint_gguf(file), map(GgufFile, [file]))]
+    from bridge.targets.onnx.lint import RULES, lint
+    from bridge.targets.onnx.lint.model import read_model
     from bridge.targets.ort import RULES as ORT_RULES
     from bridge.targets.ort.edit import MICROSOFT
-    from bridge.targets.trt.lint import RULES, lint
-    from bridge.targets.trt.lint.model import read_model
 
     # ONNX Runtime's own operators, which target ort writes: TensorRT's rules are not for such a graph
     fused = any(node.domain == MICROSOFT for node in read_model(graph, None).nodes)

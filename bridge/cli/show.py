@@ -11,11 +11,11 @@ from rich.console import Group, RenderableType
 
 from bridge.cli.terminal import Terminal
 from bridge.cli.verb import no_bars, verb
+from bridge.core.addresses import check_length, is_remote
 from bridge.core.errors import UsageError, VerifyError
 from bridge.core.mappings import read_table, table_files
 from bridge.core.parsing.limited import MAX_WRITTEN_VALUES, parse_json
 from bridge.core.parsing.typed_json import typed
-from bridge.core.places import check_length, is_remote
 from bridge.core.remote.opening import written_at
 from bridge.core.text import nearest
 from bridge.core.values import plain

@@ -8,15 +8,17 @@ first; listing all files reports a name that occurs twice.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from bridge.core.added import added
+from bridge.core.entry_points import registered
 from bridge.core.errors import TableError
+from bridge.core.parsing.file_cache import cached_by_file, copy_parsed
 from bridge.core.parsing.limited import parse_toml
 from bridge.core.text import nearest
 
@@ -64,7 +66,7 @@ def added_files(kind: str) -> Iterator[Path]:
 def _added() -> tuple[Path, ...]:
     """Return the directories of third parties."""
     directories: list[Path] = []
-    for point in added("bridge.mappings"):
+    for point in registered("bridge.mappings"):
         where = f"entry point {point.name} = {point.value!r} of bridge.mappings"
         try:
             spec = find_spec(point.value)
@@ -101,7 +103,7 @@ class TableFile:
     name: str
     text: str
     data: dict[str, Any]
-    lines: dict[tuple[str, str], int]
+    lines: Mapping[tuple[str, str], int]
 
     def place(self, section: str, key: str) -> Place:
         """Return the place of `key` under the header of `section` ("" before the first header)."""
@@ -144,12 +146,23 @@ class TableFile:
 
 
 def read_table(path: Path) -> TableFile:
-    """Read one file of `mappings/`, or of a third party's."""
+    """Read one file of `mappings/`, or of a third party's; parsed once while it does not change."""
+    file = _parsed(path)
+    return replace(file, data=copy_parsed(file.data))
+
+
+@cached_by_file
+def _parsed(path: Path) -> TableFile:
+    return parse_table(table_text(path), shown(path))
+
+
+@cached_by_file
+def table_text(path: Path) -> str:
+    """Return the text of a table; TableError if it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TableError(f"{shown(path)}: cannot be read: {error}") from error
-    return parse_table(text, shown(path))
 
 
 def shown(path: Path) -> str:
@@ -172,7 +185,7 @@ def parse_table(text: str, name: str) -> TableFile:
             lines[section, ""] = number
         elif key := _KEY.match(line):
             lines[section, key[key.lastindex or 0]] = number
-    return TableFile(name, text, data, lines)
+    return TableFile(name, text, data, MappingProxyType(lines))
 
 
 def _unquoted(header: str) -> str:

@@ -13,6 +13,7 @@ from bridge.core.text import nearest
 from bridge.planning.contracts import FLAGS, Contract, Evidence, Row, Runtime, SparseKernels
 
 KEYS = ("program", "version", "aliases", "fused", "mistakes", "writes")
+OF_TARGETS = ("graphs", "tokens")  # sections that target gguf reads
 # key of a section -> its type; a section has evidence in the last ones
 CONTRACT_KEYS: dict[str, type] = {
     "target": str, "options": dict, "prescales": bool, "kept": bool, "kv": dict, "loads": dict,
@@ -79,7 +80,7 @@ def load_runtime(given: str) -> Runtime:
 
 def parse_runtime(name: str, file: TableFile) -> Runtime:
     """Parse one file; TableError names the row."""
-    file.known_keys(KEYS)
+    file.known_keys((*KEYS, *OF_TARGETS))
     for key in ("program", "version"):
         if not isinstance(file.data.get(key), str):
             raise file.place("", key).error(f"`{key}` is missing", hint=f'{key} = "..."')

@@ -12,10 +12,9 @@ from typing import Any
 
 from bridge.core.text import fold_problems
 from bridge.core.values import Format, main_dtype
-from bridge.planning.fused import fused_modules, half_kept, kept_modules
+from bridge.planning.joined_and_cut import cut_blocks, fused_modules, half_kept, kept_modules, numbers_of_ranks, uneven
 from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Plan, Step
-from bridge.planning.ranks import cut_blocks, numbers_of_ranks, uneven
 from bridge.quant.describe import contract_words, numeric_words
 from bridge.tables.architectures.arch import load_arch
 

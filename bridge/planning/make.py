@@ -21,7 +21,7 @@ from bridge.planning.passthrough import REMEDY, PassthroughScheme, copied, passt
 from bridge.planning.plan import PASSTHROUGH, STACKED, Plan, Step
 from bridge.planning.target import Draft, Drafted, Planner
 from bridge.quant.schemes.scheme import Scheme
-from bridge.sources.source import Source, merge_memory
+from bridge.sources.source import Source
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _drafted(inputs: PlanInputs, formats: Mapping[str, Format | str]) -> Drafted
     dropped = {name: why for name, why in source.dropped.items() if name not in structure.tied} | structure.ignored
     draft = Draft(
         source.specs, source.config, structure, scheme, formats, dropped, inputs.options, source.side_files,
-        getattr(source, "folder", ""),
+        source.folder,
     )  # fmt: skip
     drafted = target.draft(draft)
     dropped |= drafted.dropped
@@ -119,7 +119,7 @@ def _sized(inputs: PlanInputs, steps: list[Step], dropped: dict[str, str]) -> Pl
             *_expert_notes(scheme, steps),
             *passthrough_notes(source.quantized, scheme, steps),
         ),
-        memory=target.base_memory + sum(largest) + memory_ahead(source) + merge_memory(source),
+        memory=target.base_memory + sum(largest) + memory_ahead(source) + source.merge_memory,
         disk=sum(step.nbytes for step in steps) + sum(side),
         traced=structure.traced,
         dialect=source.dialect,

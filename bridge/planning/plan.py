@@ -1,4 +1,4 @@
-"""The plan: every output tensor and how it is made."""
+"""The plan: every output tensor, and the step that computes it."""
 
 from __future__ import annotations
 
@@ -40,17 +40,21 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor to write: its part of the step, the expression that makes it, and its file.
-
-    `part`: "weight" (codes, or the plain tensor), "scale", "scale_2", "input_scale", "pre_quant_scale", "k_scale",
-    "v_scale", "kv_scale" (the larger of the two), "shape" (of the weight, int64), "zeros" (zero points), "order" (the
-    block of each `in`). `spec` has the stored shape, to which computed values are reshaped.
-    """
+    """One tensor to write."""
 
     spec: TensorSpec
+    """Its name, dtype and stored shape, to which computed values are reshaped: `lm_head.weight`, (1536, 128)."""
     part: str
+    """Which part of the step it is.
+
+    "weight" (codes, or the plain tensor), "scale", "scale_2", "input_scale", "pre_quant_scale", "k_scale", "v_scale",
+    "kv_scale" (the larger of the two), "shape" (of the weight, int64), "zeros" (zero points), "order" (the block of
+    each `in`).
+    """
     expression: str
+    """How its values come about, for the reader of a plan: `amax(lm_head.weight, tensor) / 448`."""
     file: str = DEFAULT_FILE
+    """The file that holds it, for example `rank0.safetensors`."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -60,32 +64,49 @@ class Output:
 
 @dataclass(frozen=True)
 class Step:
-    """Makes the outputs of one matrix (or the K and V scales of an attention module, if `inputs` is empty).
+    """One unit of work: read some slices of the source, and write the tensors of one matrix with its scales.
 
-    `inputs` are stacked along `out`. `format` is None for a tensor that is not quantized; `kept` says why.
-    `transpose` turns `[out, in]` into `[in, out]`. `shares`: steps with the same name share their per-tensor amax.
-    `unified`: modules whose pre-scales are averaged and whose input amax is the largest of all, this step's included.
-    `folded`: modules whose pre-scale is multiplied into this norm, which multiplies by 1 + weight if `plus_one`.
-    `feeds`: pairs of a matrix whose rows take a pre-scale and the one whose pre-scale it is; the step makes one of the
-    two, or the writer's bias. `shift` is added to a plain tensor. `attention`: the module whose K and V scales the step
-    writes, for a cache in the numeric `kv`.
+    The examples are of `examples/models/tiny-llama`, whose layer 0 has `q_proj`, `k_proj` and `v_proj` in its module
+    `model.layers.0.self_attn`.
     """
 
     inputs: tuple[Slice, ...]
+    """What is read, joined along `out`: for a fused QKV `q_proj`, `k_proj` and `v_proj`; () for scales of a cache."""
     outputs: tuple[Output, ...]
+    """What is written: `q_proj.weight` with FP8 codes, `q_proj.weight_scale`, `q_proj.input_scale`."""
     site: Site | None = None
+    """The module of the source that the matrix belongs to, `...q_proj`; None for norms and other plain tensors."""
     format: Format | None = None
+    """How the matrix is quantized, for example weight and input in FP8; None if it is not."""
     kept: str = ""
+    """Why the tensor is not quantized: "output head", "attn.norm: not a matrix multiplication"; "" if it is."""
     coding: Encoding = field(default_factory=Encoding)
+    """How the target stores codes and scales: INT4 packed by two in a byte along `in`, float32 scales."""
     transpose: bool = False
+    """Whether `[out, in]` is written as `[in, out]`: target trt writes (384, 128) of the source's (128, 384)."""
     shares: str = ""
+    """A group of steps that all use the largest per-tensor amax among them: `q_proj` to `v_proj` for target hf."""
     unified: tuple[str, ...] = ()
+    """The modules that share the step's input: `q_proj`, `k_proj`, `v_proj`.
+
+    Their pre-scales are averaged, and the largest input amax is that of all; this step's module is among them.
+    """
     folded: tuple[str, ...] = ()
+    """The modules whose pre-scale is multiplied into this norm: of `input_layernorm`, the three that read it."""
     plus_one: bool = False
+    """Whether this norm multiplies by 1 + weight, as Gemma's do, so that the pre-scale goes on the sum."""
     feeds: tuple[Feed, ...] = ()
+    """The pairs of matrices, this step's among them, of which one has the pre-scale of the other in its rows.
+
+    `o_proj` reads what the rows of `v_proj` write, so the pre-scale of `o_proj` is multiplied into the rows of
+    `v_proj`, and of its bias.
+    """
     shift: int = 0
+    """What is added to a plain tensor: 1 for a norm that the source stores less one, and the target does not."""
     attention: str = ""
+    """The attention module whose K and V scales the step writes, `model.layers.0.self_attn`; "" for a matrix."""
     kv: Numeric | None = None
+    """The numeric of the KV cache that these scales are for, FP8 per tensor; None for a matrix."""
 
     @property
     def source(self) -> str:
@@ -106,14 +127,14 @@ class Step:
         return self.modules[0] if self.site.expert is None else self.site.module
 
     @property
-    def taken(self) -> tuple[Feed, ...]:
-        """The pairs whose pre-scale multiplies rows of this step."""
+    def feeds_as_writer(self) -> tuple[Feed, ...]:
+        """The feeds whose reader's pre-scale is multiplied into rows of this step: `v_proj` before `o_proj`."""
         module = self.site.module if self.site else self.source.rpartition(".")[0]
         return tuple(feed for feed in self.feeds if feed.writer == module)
 
     @property
-    def given(self) -> Feed | None:
-        """The pair whose other matrix takes the pre-scale of this step."""
+    def feed_as_reader(self) -> Feed | None:
+        """The feed whose writer takes over the pre-scale of this step: `o_proj` after `v_proj`; None without one."""
         return next((feed for feed in self.feeds if self.site and feed.reader == self.site.module), None)
 
     @property
@@ -145,12 +166,7 @@ class Step:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Displayed):
-    """Everything a conversion will do. `memory` and `disk` are bytes; `dropped` maps source tensors to the reason.
-
-    `tied` maps an alias to the tensor that is stored for both; `untied`, to the tensor that the alias repeats, if both
-    are written. `memory` is for two cores; each further core adds one piece of rows, 20 MB. `dialect`: the source's.
-    `cuts`: role of a matrix -> how ranks that load the output share it. `program`: that it was asked for, "vllm".
-    `calibration`: what a calibration takes of memory, "" if the scheme needs none.
+    """Everything a conversion will do, known before a weight is read.
 
     >>> import bridge
     >>> plan = bridge.plan("examples/models/tiny-llama", target="trt", quant="fp8")
@@ -159,27 +175,47 @@ class Plan(Displayed):
     """
 
     architecture: str
+    """The model's class in config.json, for example `LlamaForCausalLM`."""
     target: str
+    """The name of the target that writes, for example `trt`."""
     scheme: str
+    """The scheme's name, `fp8`; "none" without quantization, "stored" if codes of a quantized source are copied."""
     scheme_digest: str
+    """A digest of the scheme, which a calibration must have to fit the plan."""
     options: dict[str, Any]
+    """The target's options after their defaults were settled: {"dtype": "float32", "tp": 1}."""
     sources: dict[str, TensorSpec]
+    """Every tensor of the source by name: `lm_head.weight` with its shape (1536, 128) and dtype."""
     steps: tuple[Step, ...]
+    """The work, in the order of the output's files."""
     tied: dict[str, str] = field(default_factory=dict)
+    """Alias -> the tensor that is stored for both: {"lm_head.weight": "model.embed_tokens.weight"}."""
     untied: dict[str, str] = field(default_factory=dict)
+    """Alias -> the tensor that it repeats, if both are written."""
     dropped: dict[str, str] = field(default_factory=dict)
+    """Tensor or file of the source that is not written -> why: {"config.json": "side file: hf writes its own"}."""
     side_files: tuple[str, ...] = ()
+    """Files that are copied as they are: ("README.md", "tokenizer.json")."""
     notes: tuple[str, ...] = ()
+    """Sentences about costs and departures that the user should know before the run."""
     memory: int = 0
+    """Peak bytes of memory with two cores, without calibration; each further core adds one piece of rows, 20 MB."""
     disk: int = 0
+    """Bytes of the tensors that are written."""
     traced: bool = False
+    """Whether the structure comes from a trace with torch, since no table lists the architecture."""
     dialect: str = "hf"
+    """Whose names the source's tensors have, for example `megatron`."""
     cuts: dict[str, Cut] = field(default_factory=dict)
+    """Role of a matrix -> how tensor-parallel ranks that load the output share it: `attn.q.weight` by 8 heads of 32."""
     program: str = ""
+    """The program that the output was asked for (`runtime=`, `--for`), for example `vllm`; "" for none."""
     calibration: str = ""
+    """What a calibration takes of memory, as a sentence; "" if the scheme needs none."""
 
     @property
     def outputs(self) -> tuple[Output, ...]:
+        """Every tensor to write, step by step."""
         return tuple(output for step in self.steps for output in step.outputs)
 
     @property
@@ -192,6 +228,7 @@ class Plan(Displayed):
 
     @property
     def quantized(self) -> tuple[Step, ...]:
+        """The steps that write codes."""
         return tuple(step for step in self.steps if step.format)
 
     def copies(self, step: Step) -> bool:
@@ -202,11 +239,11 @@ class Plan(Displayed):
     def digest(self) -> str:
         """sha256 of everything that decides the written bytes; equal plans on equal inputs write equal files.
 
-        The place of the source and its dialect do not: reading a remote source takes more memory. Nor do `cuts` and
+        The address of the source and its dialect do not: reading a remote source takes more memory. Nor do `cuts` and
         `program` and `calibration`.
         """
-        apart = ("cuts", "program", "calibration")
-        decides = {name: value for name, value in vars(self).items() if name not in apart}
+        without = ("cuts", "program", "calibration")
+        decides = {name: value for name, value in vars(self).items() if name not in without}
         decides |= {"memory": 0, "dialect": ""}
         return hashlib.sha256(json.dumps(decides, sort_keys=True, default=vars).encode()).hexdigest()
 

@@ -1,27 +1,79 @@
-"""The structure of a model: from tables, or from a trace."""
+"""The structure of a model: from tables, or from a trace that is cached in the user's directory.
+
+Tracing imports torch and takes seconds. A cached structure is used only if the same code traced it for the same config
+and tensors, and neither read nor stored where the code of models may have been patched. A cache never fails a plan.
+"""
 
 from __future__ import annotations
 
+import json
+
 from bridge.core.machine import without_collection
-from bridge.core.values import Structure
+from bridge.core.output import cache
+from bridge.core.output.provenance import provenance, without_origin
+from bridge.core.parsing.typed_json import typed
+from bridge.core.values import Structure, plain
 from bridge.core.version import loads_transformers
-from bridge.planning import trace_cache
+from bridge.sources.configs.diffusion import is_diffusion
+from bridge.sources.live_models.as_installed import is_as_installed
 from bridge.sources.source import Source
 from bridge.tables.architectures.arch import load_arch
 from bridge.tables.architectures.match import architecture_of
 from bridge.tables.architectures.structure import structure
 
+KIND = "structures"  # of the cache's entries
+PACKAGES = ("torch", "transformers")
+
 
 @without_collection()
 def structure_of(source: Source) -> Structure:
-    """From the architecture's table; if there is none, traced with torch, once."""
+    """Return the structure by the architecture's table; without a table it is traced with torch, once."""
     if load_arch(architecture_of(source.config)) is not None:
         return structure(source.config, source.specs)
-    kept = trace_cache.load(source)
-    if kept is None:
+    structure_ = load_traced(source)
+    if structure_ is None:
         loads_transformers()
         from bridge.planning.trace import trace_structure
 
-        kept = trace_structure(source)
-        trace_cache.store(source, kept)
-    return kept
+        structure_ = trace_structure(source)
+        store_traced(source, structure_)
+    return structure_
+
+
+def load_traced(source: Source) -> Structure | None:
+    """The structure of an equal source that was traced before; None if there is no usable entry."""
+    if not _may_be_kept(source):
+        return None
+    body = cache.load(KIND, _key(source))
+    try:
+        return None if body is None else typed(Structure, json.loads(body))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def store_traced(source: Source, structure: Structure) -> None:
+    """Store a traced structure, if it may be kept; a directory that cannot be written is not an error."""
+    if not _may_be_kept(source):
+        return
+    what = f"{structure.architecture}, {len(source.specs)} tensors"
+    cache.store(KIND, _key(source), what, json.dumps(plain(structure)).encode())
+
+
+def _key(source: Source) -> str:
+    """The digest of everything that decides the structure of a source."""
+    specs = [(spec.name, spec.shape, spec.dtype) for spec in source.specs.values()]
+    return cache.digest_of([provenance(_packages(source)), without_origin(source.config), specs])
+
+
+def _may_be_kept(source: Source) -> bool:
+    def model_class(_: object) -> type:
+        from bridge.sources.live_models import loading
+
+        cls: type = loading.model_class(source.config)
+        return cls
+
+    return is_as_installed(_packages(source), source.config, model_class)
+
+
+def _packages(source: Source) -> tuple[str, ...]:
+    return (*PACKAGES, "diffusers") if is_diffusion(source.config) else PACKAGES

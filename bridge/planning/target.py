@@ -1,4 +1,4 @@
-"""What planning asks of a target."""
+"""The protocol between planning and a target: `Planner`, `Draft`, `Drafted`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from bridge.quant.schemes.scheme import Scheme
 
 @dataclass(frozen=True)
 class Draft:
-    """What a target makes its steps from. `formats`: weight -> its format, or the reason why it is kept.
-
-    `dropped`: source tensor -> why it is not copied, known before the target is asked. `side_files`: name -> file, or
-    its content. `folder`: the part of a pipeline that is converted, "" if the source is none.
-    """
+    """What a target makes its steps from."""
 
     specs: Mapping[str, TensorSpec]
+    """Every tensor of the source by name."""
     config: Mapping[str, Any]
+    """The content of config.json."""
     structure: Structure
+    """Which tensors are matrices of which modules, which read the same input, which are tied."""
     scheme: Scheme | None
+    """The scheme, bound to these modules; None without quantization."""
     formats: Mapping[str, Format | str]
+    """Weight -> its format, or the reason why it stays unquantized: "output head"."""
     dropped: Mapping[str, str]
+    """Source tensor -> why it is not copied, as far as it is known without the target."""
     options: Any
+    """An instance of the target's `Options`, with every `None` resolved."""
     side_files: Mapping[str, Path | bytes]
+    """Name -> file to copy, or its content."""
     folder: str = ""
+    """The part of a diffusion pipeline that is converted, `transformer`; "" for other models."""
 
     @property
     def sites(self) -> dict[str, Site]:
@@ -64,16 +69,16 @@ class Draft:
 
 @dataclass
 class Drafted:
-    """What a target made of a draft: steps, source tensors that have no place in the output and why, what is wrong,
-    and sentences for the plan that need the source's config.
-
-    `problems`: the module or tensor that each is about, "" for none, and what is wrong with it.
-    """
+    """A target's answer to a draft."""
 
     steps: list[Step] = field(default_factory=list)
+    """The steps, in the order of the output's files."""
     dropped: dict[str, str] = field(default_factory=dict)
+    """Source tensor that the output's format cannot hold -> why."""
     problems: list[tuple[str, str]] = field(default_factory=list)
+    """What is wrong, each after the module or tensor that it is about ("" for none); planning raises them together."""
     notes: list[str] = field(default_factory=list)
+    """Sentences for the plan that need the source's config."""
 
 
 class Planner(Protocol):

@@ -14,7 +14,7 @@ from bridge.reporting.loading import loadings
 from bridge.reporting.model_card import add_section
 from bridge.reporting.page import render
 from bridge.reporting.report import Report
-from bridge.sources.source import Source, is_adapted
+from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest
 from bridge.verification.parity import Parity
@@ -59,16 +59,11 @@ def make_report(
         experts=summary.coverage(calibration),
         advice=summary.advice(plan, parity),
         programs=loadings(plan),
-        next=_next(target.next_command(plan), source),
+        next=source.served(target.next_command(plan)),
         inspect=inspect_command(plan, source),
-        pruning=getattr(source, "summary", None),
-        distillation=getattr(source, "distillation", None),
+        pruning=source.summary,
+        distillation=source.distillation,
     )
-
-
-def _next(command: str, source: Source) -> str:
-    """The command that uses the output, with the adapter if one is kept beside it."""
-    return source.served(command) if is_adapted(source) and hasattr(source, "served") else command
 
 
 def save(report: Report, directory: Path) -> None:

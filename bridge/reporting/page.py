@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from bridge.core.places import is_remote
+from bridge.core.addresses import is_remote
 from bridge.core.text import fold_layers, size
 from bridge.reporting.loading import LOADING, loading_rows
 from bridge.reporting.plots import Plot, experts_plot, measured, parity_plots, scales_plot, storage_plot

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from bridge.core.addresses import is_remote
 from bridge.core.display import Displayed, Table
-from bridge.core.places import is_remote
 from bridge.core.text import first_of, fold, fold_layers, grouped, number, pattern, size
 from bridge.reporting.columns import line, titled_table
 from bridge.reporting.loading import LOADING, Loading, loading_line, loading_rows

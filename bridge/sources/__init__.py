@@ -2,5 +2,6 @@
 
 from bridge.sources.opening import open_source as open_source
 from bridge.sources.source import Source as Source
+from bridge.sources.source import SourceBase as SourceBase
 from bridge.sources.source import SourceKind as SourceKind
 from bridge.sources.source import lazy as lazy

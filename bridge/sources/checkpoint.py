@@ -19,6 +19,7 @@ from bridge.sources.configs.diffusion import config_text, is_diffusion, without_
 from bridge.sources.live_models import loading
 from bridge.sources.quantized.fields import MODELOPT_FILE
 from bridge.sources.side_files import Beside, pipeline_side_files, plain_side_files
+from bridge.sources.source import SourceBase
 from bridge.sources.weights.shards import Weights
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 PLAIN = {"config.json", GENERATION}  # beside the weights; without more, transformers is imported only to fail
 
 
-class HfSource:
+class HfSource(SourceBase):
     """A directory with config.json and weights in the layout of `save_pretrained` or the hub.
 
     A checkpoint of another dialect is one too, with its tensors under these names. It gives `beside`, its side files,
@@ -51,7 +52,7 @@ class HfSource:
         statistics: Statistics | None = None,
         folder: str = "",
     ) -> None:
-        self.root = root
+        self.root: Path = root
         self.folder = folder
         self.where = where
         here = Path(where)
@@ -100,8 +101,8 @@ class HfSource:
         digest.update(self._weights.layout.encode())
         return digest.hexdigest()
 
-    @cached_property
-    def calibration(self) -> Calibration | None:
+    @cached_property  # read when it is asked for
+    def calibration(self) -> Calibration | None:  # type: ignore[override]
         return self._statistics.read() if self._statistics else None
 
     def load_model(self) -> Any:

@@ -13,7 +13,7 @@ from bridge.core.remote.path import as_path, remote
 from bridge.core.text import listed
 from bridge.core.values import Program
 from bridge.sources import hub
-from bridge.sources.adapted.opening import is_adapter, open_adapted
+from bridge.sources.adapted.opening import is_adapter
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.config_json import config_file, settle_config
 from bridge.sources.configs.diffusion import denoiser_of, is_diffusion, with_architecture
@@ -79,6 +79,8 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     if not root.exists():
         root = hub.snapshot(model)
         if is_adapter(root):
+            from bridge.sources.opening import open_adapted  # which imports this module by its name
+
             return open_adapted(model, config, tokenizer, root=root)
     if root.is_file():
         raise SourceError(f"{model}: a file; give the directory that holds it and config.json")

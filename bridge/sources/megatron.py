@@ -136,9 +136,9 @@ def _note(root: Path) -> str | None:
 
 def _configuration(folder: Folder, needs_tokenizer: bool) -> tuple[Declared, tuple[str, ...], dict[str, str]]:
     """Read the configuration; return its values, its file, and the tokenizer's files that it names."""
-    from bridge.sources.configs.declared import megatron_told
     from bridge.sources.configs.derive import Declared
     from bridge.sources.configs.tokenizer_files import named_tokenizer
+    from bridge.sources.configs.writers import megatron_told
     from bridge.sources.configs.yaml_data import MAX_BYTES, read_yaml
 
     for name in CONFIGS:

@@ -24,6 +24,7 @@ from bridge.core.values import Program, TensorSpec
 from bridge.sources.config_json import settle_config
 from bridge.sources.configs.diffusion import config_text, is_diffusion_model, with_architecture
 from bridge.sources.live_models import loading
+from bridge.sources.source import SourceBase
 from bridge.sources.unsupported import quantized
 
 if TYPE_CHECKING:  # it imports torch, which opening a directory must not
@@ -39,13 +40,11 @@ WRITTEN_BY = (
 )
 
 
-class MemorySource:
+class MemorySource(SourceBase):
     """The caller's model, with the specs and values that `save_pretrained` would write."""
 
     dialect = "hf"
     can_run = True
-    quantized = None
-    calibration = None
 
     def __init__(self, model: Any, config: dict[str, Any], origins: dict[str, Origin], tokenizer: Any = None) -> None:
         from bridge.sources.live_models.checkpoint_names import tied_names, without_ties

@@ -1,10 +1,10 @@
-"""The Protocols of a source and of a kind of sources."""
+"""The Protocols of a source and of a kind of sources, and what most sources share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from bridge.core.values import LazyTensor, Program, TensorSpec
 
@@ -12,14 +12,20 @@ if TYPE_CHECKING:
     import numpy as np
 
     from bridge.quant.calibration import Calibration
-    from bridge.sources.adapted.kept import KeptSource
-    from bridge.sources.adapted.source import AdaptedSource
-    from bridge.sources.pruned.source import PrunedSource
+    from bridge.sources.adapted.adapter import Adapter
+    from bridge.sources.live_models.distillation import Distillation
+    from bridge.sources.pruned.kept import Kept
+    from bridge.sources.pruned.sparse import Sparse
+    from bridge.sources.pruned.summary import Pruning
     from bridge.sources.quantized.checkpoint import Quantized
 
 
 class Source(Protocol):
-    """A stored model, in checkpoint names. Opening one checks everything that headers and config can tell."""
+    """A stored model, in checkpoint names. Opening one checks everything that headers and config can tell.
+
+    The members from `root` on are not for every source. `SourceBase` has their defaults, which opening also gives to a
+    source that has only the members before.
+    """
 
     @property
     def dialect(self) -> str:
@@ -83,6 +89,53 @@ class Source(Protocol):
     def load_tokenizer(self) -> Any:
         """Return the tokenizer; SourceError without one."""
 
+    @property
+    def root(self) -> Path | None:
+        """The directory or file that is read, local or remote; None without one. An output never replaces it."""
+
+    @property
+    def folder(self) -> str:
+        """The part of a diffusion pipeline that the tensors are of, for example `transformer`; "" for other models."""
+
+    @property
+    def runs_in(self) -> str:
+        """The dtype that `load_model` casts to, for example `float32`; "" for that of the stored weights."""
+
+    @property
+    def merge_memory(self) -> int:
+        """Bytes that merging an adapter takes on top of what is read; 0 without an adapter."""
+
+    @property
+    def kept(self) -> Kept | None:
+        """The sizes and parts that a pruned model keeps; None for a whole one."""
+
+    @property
+    def sparse(self) -> Sparse | None:
+        """The tensors that get 2:4 zeros; None without any."""
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The LoRA adapter that is merged while reading, or is copied; None without one."""
+
+    @property
+    def adapter_is_copied(self) -> bool:
+        """Whether the output has the adapter as files of its own, which a server must be asked to load."""
+
+    @property
+    def note(self) -> str:
+        """What a plan says about the adapter; "" without one."""
+
+    @property
+    def summary(self) -> Pruning | None:
+        """What a report says about the pruning; None for a whole model."""
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """What a report says about the distillation; None for a model that was not distilled."""
+
+    def served(self, command: str) -> str:
+        """Return the command of a server with the options that load the adapter; "" if the server is unknown."""
+
 
 class SourceKind(Protocol):
     """What a module of this package (or of an entry point) offers to `open_source`."""
@@ -97,19 +150,108 @@ class SourceKind(Protocol):
         """Open it, or raise one SourceError with all its problems."""
 
 
-def is_pruned(source: Source) -> TypeGuard[PrunedSource]:
-    """Whether it is a `PrunedSource`; imports none of its modules, which most conversions do not need."""
-    return hasattr(source, "kept")
+class SourceBase:
+    """Defaults for the members that only some sources have; a source that derives from it need not name them."""
+
+    root: Path | None = None
+    folder: str = ""
+    runs_in: str = ""
+    quantized: Quantized | None = None
+    calibration: Calibration | None = None
+    kept: Kept | None = None
+    sparse: Sparse | None = None
+    adapter: Adapter | None = None
+    adapter_is_copied: bool = False
+    distillation: Distillation | None = None
+
+    @property
+    def merge_memory(self) -> int:
+        return 0
+
+    @property
+    def note(self) -> str:
+        return ""
+
+    @property
+    def summary(self) -> Pruning | None:
+        return None
+
+    def served(self, command: str) -> str:
+        return command
 
 
-def is_adapted(source: Source) -> TypeGuard[AdaptedSource | KeptSource]:
-    """Whether it has an adapter, merged or kept; imports none of its modules."""
-    return hasattr(source, "adapter")
+class Wrapped(SourceBase):
+    """A source that reads another one, `base`: the same names, configuration, files and model, unless it has others."""
+
+    def __init__(self, base: Source) -> None:
+        self.base = base
+        self.dialect, self.can_run, self.where, self.name = base.dialect, base.can_run, base.where, base.name
+        self.config: Mapping[str, Any] = base.config
+        self.specs: Mapping[str, TensorSpec] = base.specs
+        self.dropped: Mapping[str, str] = base.dropped
+        self.root = base.root
+
+    @property
+    def side_files(self) -> Mapping[str, Path | bytes]:
+        return self.base.side_files
+
+    @property
+    def fingerprint(self) -> str:
+        return self.base.fingerprint
+
+    def read(self, name: str) -> np.ndarray:
+        return self.base.read(name)
+
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        return self.base.read_rows(name, begin, end, out)
+
+    def place(self, name: str) -> tuple[str, int]:
+        return self.base.place(name)
+
+    def load_model(self) -> Any:
+        return self.base.load_model()
+
+    def load_skeleton(self) -> Any:
+        return self.base.load_skeleton()
+
+    def load_tokenizer(self) -> Any:
+        return self.base.load_tokenizer()
 
 
-def merge_memory(source: Source) -> int:
-    """Bytes that merging an adapter takes beside what is read; 0 without one."""
-    return int(getattr(source, "merge_memory", 0))
+class Delegate:
+    """A source that is another one in everything but the members that a subclass defines."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of copy and pickle, which ask before `_source` is there
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+
+_DEFAULTS = SourceBase()
+_OPTIONAL = [name for name in vars(SourceBase) if not name.startswith("_")]
+
+
+class _Completed(Delegate):
+    """A source of somebody else's, with the defaults of those members of `SourceBase` that it lacks."""
+
+    def __getattr__(self, name: str) -> Any:
+        missing = name in _OPTIONAL and not hasattr(self._source, name)
+        return getattr(_DEFAULTS, name) if missing else super().__getattr__(name)
+
+
+def is_source(model: object) -> bool:
+    """Whether `model` is a source, and no model to open."""
+    needed = ("read", "load_model", "load_tokenizer")
+    return isinstance(model, Delegate) or all(hasattr(type(model), name) for name in needed)
+
+
+def completed(source: Any) -> Source:
+    """Return `source`, with the defaults of `SourceBase` if it implements only what every source must have."""
+    whole = isinstance(source, SourceBase | Delegate) or all(hasattr(source, name) for name in _OPTIONAL)
+    return cast("Source", source if whole else _Completed(source))
 
 
 def lazy(source: Source, name: str) -> LazyTensor:

@@ -14,10 +14,10 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.machine import cores
-from bridge.core.pages import Buffers
 from bridge.core.remote.readers import readers
 from bridge.core.values import Slice, TensorSpec
 from bridge.planning.memory import extent, held_whole, rows_at_once, spec_of

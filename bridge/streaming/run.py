@@ -11,15 +11,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.errors import SourceError, WriteError
 from bridge.core.machine import cores
 from bridge.core.output.journal import check_joined
-from bridge.core.pages import Buffers
 from bridge.core.progress import BYTES
 from bridge.core.remote.readers import readers
 from bridge.core.values import TensorSpec
@@ -28,13 +29,34 @@ from bridge.planning.plan import Output, Step
 from bridge.quant.codec.arrays import Array
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.sources.source import Source
-from bridge.streaming.budget import Budget
 from bridge.streaming.context import ConversionContext, Executor, Partition, Sink, StepResult
 from bridge.streaming.encode import weight_amax, write_step
 from bridge.streaming.tensor_file import TensorFile
 
 MAX_PARTITIONS = 8  # per process: the last to end waits for little, and a killed one loses little
 MIN_PARTITION = 64 << 20  # bytes of a partition if a process gets several: starting one takes 0.1 s and more
+
+
+class Budget:
+    """Bytes in use by running tasks. A task larger than the budget runs alone."""
+
+    def __init__(self, total: int) -> None:
+        self._free, self._total = total, total
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        """Wait until `nbytes` (at most the whole budget) are free, and use them."""
+        nbytes = min(nbytes, self._total)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= nbytes)
+            self._free -= nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += nbytes
+                self._changed.notify_all()
 
 
 @dataclass

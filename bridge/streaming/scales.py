@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import to_float32
 from bridge.core.errors import SourceError
-from bridge.core.pages import Buffers
 from bridge.core.values import Encoding, Numeric, Site, Slice, TensorSpec
 from bridge.planning.memory import extent
 from bridge.planning.plan import Output, Step
@@ -89,7 +89,7 @@ def smoothing_of(step: Step, dtype: str, calibration: Calibration | None) -> Smo
     if not (step.format and step.format.prescales):
         return None
     assert calibration, "a format with pre-scales is calibrated"
-    return Smoothing(calibration, step.format, dtype, input_modules(step), step.inputs[0].inner, step.given)
+    return Smoothing(calibration, step.format, dtype, input_modules(step), step.inputs[0].inner, step.feed_as_reader)
 
 
 def importance_of(step: Step, part: Slice, calibration: Calibration | None) -> Array | None:
@@ -125,10 +125,10 @@ def _factors(part: Slice, block: int, site: Site, specs: Mapping[str, TensorSpec
 
 def row_factor_of(step: Step, dtype: str, rows: int, calibration: Calibration | None) -> Array | None:
     """The factors of a step's rows that take another matrix's pre-scale; None if they take none."""
-    if not step.taken:
+    if not step.feeds_as_writer:
         return None
     assert calibration, "a format with pre-scales is calibrated"
-    return row_factor(calibration, step.taken, rows, dtype)
+    return row_factor(calibration, step.feeds_as_writer, rows, dtype)
 
 
 def _calibrated(step: Step, context: ConversionContext, outputs: Mapping[str, Output]) -> dict[str, Array]:

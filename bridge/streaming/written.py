@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.errors import VerifyError
 from bridge.core.formats.gguf import COMPUTED, GgufFile
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.output.names import DISTCP, GGUF
-from bridge.core.pages import Buffers
 from bridge.core.text import fold_layers
 from bridge.planning.plan import Output, Plan
 from bridge.quant.codec.arrays import Array

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from bridge.core.aligned_buffers import aligned_empty
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.files.archive import open_folder
 from bridge.core.formats.dcp_index import slab_of, whole
-from bridge.core.pages import paged
 from bridge.core.text import fold_problems
 from bridge.core.values import TensorSpec
 from bridge.sources.weights.dcp import Dcp
@@ -28,7 +28,7 @@ class Checkpoint:
     def read(self, name: str) -> np.ndarray:
         """Return the storage array of one tensor."""
         spec = self.specs[name]
-        out = paged((spec.nbytes,), np.uint8)
+        out = aligned_empty((spec.nbytes,), np.uint8)
         return self.read_bytes(name, 0, spec.nbytes, out).view(DTYPES[spec.dtype].storage).reshape(spec.shape)
 
     def read_bytes(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:

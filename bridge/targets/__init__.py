@@ -11,8 +11,8 @@ from functools import cache
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
 
-from bridge.core.added import added
 from bridge.core.dtypes import dtype_word
+from bridge.core.entry_points import registered
 from bridge.core.errors import UsageError
 from bridge.core.text import nearest
 from bridge.planning.contract_files import find_runtime, load_runtime, runtime_names
@@ -44,7 +44,7 @@ def target_names() -> list[str]:
 @cache
 def _added() -> dict[str, EntryPoint]:
     """Targets of third parties."""
-    return {point.name: point for point in added("bridge.targets")}
+    return {point.name: point for point in registered("bridge.targets")}
 
 
 def program_of(name: str) -> Runtime | None:

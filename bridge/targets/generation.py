@@ -9,35 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from bridge.core.errors import CannotRun, UsageError
+from bridge.targets.tasks import classes_of
 
 if TYPE_CHECKING:
     import numpy as np
 
-DECODERS = ("ForCausalLM", "LMHeadModel")  # endings of the classes of language models
-# Endings of encoder-decoders that answer a text; ForConditionalGeneration alone also ends models of several towers.
-ANSWERING = (
-    "T5ForConditionalGeneration", "BartForConditionalGeneration", "MarianMTModel", "M2M100ForConditionalGeneration",
-    "PegasusForConditionalGeneration", "BlenderbotForConditionalGeneration", "BlenderbotSmallForConditionalGeneration",
-    "T5GemmaForConditionalGeneration", "SwitchTransformersForConditionalGeneration", "LEDForConditionalGeneration",
-    "ProphetNetForConditionalGeneration",
-)  # fmt: skip
-# Classes that read images beside a text, and continue it.
-SEEING = (
-    "LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration", "PaliGemmaForConditionalGeneration",
-    "AyaVisionForConditionalGeneration", "GotOcr2ForConditionalGeneration", "InternVLForConditionalGeneration",
-    "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration", "Llama4ForConditionalGeneration",
-    "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "MllamaForConditionalGeneration",
-    "LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration", "Glm4vForConditionalGeneration",
-    "Glm4vMoeForConditionalGeneration", "Lfm2VlForConditionalGeneration", "JanusForConditionalGeneration",
-    "Ovis2ForConditionalGeneration", "Blip2ForConditionalGeneration", "InstructBlipForConditionalGeneration",
-)  # fmt: skip
-# Classes that write what an image shows, behind a prompt of few tokens or none: TrOCR, Donut, Nougat, Pix2Struct.
-READING = ("VisionEncoderDecoderModel", "Pix2StructForConditionalGeneration")
-# Classes that write down what a sound says.
-TRANSCRIBING = tuple(f"{name}ForConditionalGeneration" for name in ("Whisper", "Moonshine", "Speech2Text"))
-# Classes that hear sound beside a text, and continue it.
-HEARING = ("VoxtralForConditionalGeneration", "Qwen2AudioForConditionalGeneration")
+SEES, READS = "image-text-to-text", "image-to-text"  # tasks of classes that continue a text with images, or write one
+HEARS, TRANSCRIBES = "audio-text-to-text", "speech-seq2seq"
 
 
 @dataclass(frozen=True)
@@ -101,7 +79,7 @@ def from_thread(work: Callable[[Callable[[int], bool]], object]) -> Iterator[int
 
 def check_decoder(architecture: str) -> None:
     """CannotRun if models of this class generate no text."""
-    if not architecture.endswith((*DECODERS, *ANSWERING, *SEEING, *READING, *HEARING, *TRANSCRIBING)):
+    if not architecture.endswith(classes_of("causal-lm", "seq2seq-lm", SEES, READS, HEARS, TRANSCRIBES)):
         raise CannotRun(
             f"{architecture} is not a decoder and generates no text; `qbridge verify OUT --against MODEL` runs it and "
             "compares its outputs with those of its source"
@@ -110,13 +88,13 @@ def check_decoder(architecture: str) -> None:
 
 def check_sees(architecture: str) -> None:
     """UsageError if models of this class read no images."""
-    if architecture not in (*SEEING, *READING):
+    if architecture not in classes_of(SEES, READS):
         raise UsageError(f"{architecture} reads no images; leave out image (--image)")
 
 
 def check_hears(architecture: str) -> None:
     """UsageError if models of this class hear no sound."""
-    if architecture not in (*HEARING, *TRANSCRIBING):
+    if architecture not in classes_of(HEARS, TRANSCRIBES):
         raise UsageError(f"{architecture} hears no sound; leave out audio (--audio)")
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import to_float32
-from bridge.core.pages import Buffers
 from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Step
 from bridge.quant.codec.arrays import Array, cast, smooth, transposed

@@ -128,7 +128,7 @@ class ExpectedScales:
         if step.folded:
             scale = mean_scale(self._calibration, step.folded, self._formats[step.folded[0]], stored)
         else:
-            scale = row_factor(self._calibration, step.taken, len(before), stored).repeat(before[0].size)
+            scale = row_factor(self._calibration, step.feeds_as_writer, len(before), stored).repeat(before[0].size)
         whole = (before.reshape(-1) + one) * scale
         # 1 + w, the product, the difference and a cast are rounded, each by its own size
         within = (np.abs(whole) * 2 + np.abs(whole - one) * 2) * max(UNIT[dtype], UNIT[stored]) * 1.01

@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES
-from bridge.core.pages import Buffers
 from bridge.core.values import Slice, TensorSpec
 from bridge.planning.memory import PIECE
 from bridge.planning.plan import Step

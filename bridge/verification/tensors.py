@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import to_float32
-from bridge.core.pages import Buffers
 from bridge.core.progress import BYTES, Progress, no_progress
 from bridge.core.text import number
 from bridge.planning.memory import stream_memory, working_set
@@ -26,8 +26,8 @@ from bridge.quant.codec.decode import as_values
 from bridge.quant.describe import format_name
 from bridge.quant.schemes.grammar import Gate
 from bridge.sources.source import Source, lazy
-from bridge.streaming.budget import Budget
 from bridge.streaming.rows import Rows, in_threads
+from bridge.streaming.run import Budget
 from bridge.streaming.written import OutputReader
 from bridge.verification.compare import compare_step, equal_bytes
 from bridge.verification.counts import Counts, groups_of, is_finite
@@ -90,7 +90,7 @@ class _Check:
             case Layout.ROWS | Layout.WHOLE | Layout.EXPERTS:
                 rows += [] if self.scales.hidden(step) else [self._quantized(step, buffers)]
             case Layout.PLAIN:
-                folded = step.folded or step.taken
+                folded = step.folded or step.feeds_as_writer
                 return [row for row in (self._folded(step) if folded else self._plain(step, buffers)) if row]
             case Layout.SCALES:
                 pass

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from bridge.core.progress import Progress
 from bridge.core.remote.path import remote
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration, HeldOut
-from bridge.sources.source import Source, is_pruned
+from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest, altered
 from bridge.verification.outputs import apart, float_error, output_parity
@@ -83,8 +83,8 @@ def prove(
         if plan.quantized:
             layers = target.layer_errors(directory, plan, source, references.inputs[0], runtime)
         not_run += _reservations(outputs, bool(plan.quantized), substitute)
-        if is_pruned(source) and not plan.quantized:
-            findings += _against_whole(source, references.inputs[0])
+        if source.kept and not plan.quantized:
+            findings += _against_whole(cast("PrunedSource", source), references.inputs[0])
     except CannotRun as error:
         not_run.append(f"outputs were not compared: {error}")
     except VerifyError as error:  # an output that does not load or run is broken, not unverified

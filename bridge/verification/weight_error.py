@@ -115,7 +115,7 @@ class Comparer:
         roundings: how often values were rounded to `dtype` since they were read, beyond those of the coding.
         beyond: whether scales may be so small that values lie beyond the last code, which then is the nearest.
         largest: whether the largest error of one value is looked for.
-        take: returns memory by purpose, as `bridge.core.pages.Buffers.take` does.
+        take: returns memory by purpose, as `bridge.core.aligned_buffers.Buffers.take` does.
         """
         first, wide = numeric[0], coding.cast or dtype
         self._dtype, self._first, self._coding, self._above = dtype, first, coding, above

@@ -1,1 +1,1 @@
-"""Jobs built on the API: batch and goldens."""
+"""Jobs built on the API: batch, chain, prune, distill, golden, inspect."""

@@ -34,7 +34,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "bridge.api.sensitivity.result.Layer",
             "bridge.api.sensitivity.result.InFormat", "bridge.api.sensitivity.result.Whole",
             "bridge.api.sensitivity.result.Choice", "bridge.BatchReport", "bridge.golden.Golden",
-            "bridge.golden.Moved",
+            "bridge.golden.Differences",
             "bridge.api.run.Generation", "bridge.sources.pruned.summary.Pruning", "bridge.sources.pruned.scores.Scores",
             "bridge.sources.live_models.distillation.Distillation", "bridge.workflows.chain.result.ChainReport",
             "bridge.workflows.chain.result.StepDone",

@@ -75,7 +75,7 @@ def _recipe() -> None:
 
 
 def _export() -> None:
-    from bridge.targets.trt.graph.export import export_graph
+    from bridge.targets.onnx.export.export import export_graph
 
     config = json.loads((MODEL / "config.json").read_text())
     export_graph(config | {"hidden_act": "no_such_activation"})

@@ -18,8 +18,8 @@ from bridge.quant.schemes.catalog import kv_names, scheme_names
 from bridge.quant.schemes.load import load_scheme, with_kv
 from bridge.sources.opening import KINDS
 from bridge.targets import load_target
-from bridge.targets.trt.files import files_of
-from bridge.targets.trt.graph.tasks import TASKS
+from bridge.targets.onnx.files import files_of
+from bridge.targets.tasks import TASKS
 from docs.generate.matrix import cell, kv_cell, table
 
 MODEL = Path(__file__).parent.parent.parent / "examples" / "models" / "tiny-llama"
@@ -57,13 +57,12 @@ def tasks() -> str:
     """The tasks of target `trt`: classes, inputs and outputs of their graphs."""
     rows = []
     for name, task in TASKS.items():
-        endings = [task.suffix] if isinstance(task.suffix, str) else task.suffix
         files = ", ".join(f"`{file}`" for file in files_of(name).values())
         gives = "`logits`, `present.*`" if task.parts else ", ".join(f"`{output}`" for output in task.outputs)
         rows.append(
             [
                 f"`{name}`",
-                ", ".join(f"`{end}`" for end in endings),
+                ", ".join(f"`{end}`" for end in task.classes),
                 ", ".join(f"`{i}`" for i in task.inputs),
                 gives,
                 files,

@@ -31,7 +31,7 @@ from bridge.core.errors import (
 )
 from bridge.core.formats.safetensors import read_header
 from bridge.quant.calibration import Calibration
-from bridge.targets.trt.runtime import Runtime
+from bridge.targets.onnx.run.runtime import Runtime
 from tests.models.sources_made import made_llama
 from tests.models.sparse_checkpoint import LLAMA_405B, llama_specs, write_sparse
 
@@ -266,7 +266,7 @@ def test_an_engine_without_tensorrt_is_refused_before_the_work(tmp_path: Path) -
 
 
 def test_a_graph_that_cannot_be_exported_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.targets.trt.graph import export
+    from bridge.targets.onnx.export import export
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ExportError("torch cannot export this architecture")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.targets.trt.runtime import Runtime
+from bridge.targets.onnx.run.runtime import Runtime
 
 
 def minilm() -> Path:

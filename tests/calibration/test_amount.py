@@ -14,10 +14,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
 import bridge  # noqa: E402
-from bridge.calibration.amount import BY_ALGORITHM, default_samples  # noqa: E402
-from bridge.calibration.automatic import EVERY_EXPERT, choose  # noqa: E402
+from bridge.calibration.automatic import EVERY_EXPERT, choose_samples  # noqa: E402
 from bridge.calibration.data import Sampling, prepare  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
 from bridge.calibration.modelopt import fake_quantize  # noqa: E402
+from bridge.calibration.requirements import BY_ALGORITHM, default_samples  # noqa: E402
 from bridge.core.errors import UsageError  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
@@ -84,7 +85,7 @@ def test_smoothquant_at_its_default_is_as_good_as_with_four_times_as_much() -> N
 
     def run(samples: int) -> float:
         data = replace(prepare(texts, source, Sampling(samples=samples)), held_out=())
-        quantized = fake_quantize(source, structure_of(source), scheme, data)
+        quantized = fake_quantize(CalibrationJob(source, structure_of(source), scheme, data))
         assert quantized.calibration.provenance.samples == samples
         return divergence(quantized.plain, quantized.model, measured)
 
@@ -108,11 +109,11 @@ def test_auto_adds_rows_until_every_expert_has_64_tokens() -> None:
     source = open_source(built("mixtral"), tokenizer=Letters())
     scheme, structure = load_scheme("fp8"), structure_of(source)
     data = prepare([TEXT * 12], source, Sampling("auto", 4))
-    chosen = choose(source, structure, scheme, data)
+    chosen = choose_samples(CalibrationJob(source, structure, scheme, data))
 
     def least(samples: int) -> int:
         rows = prepare([TEXT * 12], source, Sampling(samples, 4))
-        tokens = fake_quantize(source, structure, scheme, rows).calibration.expert_tokens
+        tokens = fake_quantize(CalibrationJob(source, structure, scheme, rows)).calibration.expert_tokens
         return int(min(count.min() for count in tokens.values()))
 
     assert chosen.samples > 32 and least(chosen.samples) >= EVERY_EXPERT > least(chosen.samples // 2)
@@ -121,14 +122,16 @@ def test_auto_adds_rows_until_every_expert_has_64_tokens() -> None:
 
 def test_auto_says_when_the_text_ends_first() -> None:
     source = open_source(built("mixtral"), tokenizer=Letters())
-    chosen = choose(source, structure_of(source), load_scheme("fp8"), prepare([TEXT[:80]], source, Sampling("auto", 4)))
+    data = prepare([TEXT[:80]], source, Sampling("auto", 4))
+    chosen = choose_samples(CalibrationJob(source, structure_of(source), load_scheme("fp8"), data))
     assert chosen.samples < 64 and chosen.chosen.startswith("the text has no more; each expert has ")
     assert "were wanted: give more text" in chosen.warnings[0]
 
 
 def test_auto_is_the_default_where_no_model_needs_more() -> None:
     source = open_source(built("llama"), tokenizer=Letters())
-    chosen = choose(source, structure_of(source), load_scheme("fp8"), prepare([TEXT], source, Sampling("auto", 16)))
+    data = prepare([TEXT], source, Sampling("auto", 16))
+    chosen = choose_samples(CalibrationJob(source, structure_of(source), load_scheme("fp8"), data))
     assert (chosen.samples, chosen.chosen) == (32, "max needs no more than its default")
 
 

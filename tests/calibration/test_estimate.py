@@ -11,9 +11,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
 import bridge  # noqa: E402
-from bridge.calibration import estimate  # noqa: E402
-from bridge.calibration.compute import has_bf16_instructions, source_for  # noqa: E402
+from bridge.calibration import requirements  # noqa: E402
 from bridge.calibration.data import Data, Sampling, prepare  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
+from bridge.calibration.requirements import has_bf16_instructions, source_for  # noqa: E402
 from bridge.core.errors import BridgeWarning, UsageError  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
@@ -26,7 +27,9 @@ BATCHES = [{"input_ids": ids} for ids in IDS]  # 2 x 40 tokens each, the last he
 
 def flops(model: Any, quant: str, data: Data | None = None) -> float:
     source = open_source(model)
-    return estimate.flops(source, structure_of(source), load_scheme(quant), data or prepare(BATCHES, source))
+    return requirements.flops(
+        CalibrationJob(source, structure_of(source), load_scheme(quant), data or prepare(BATCHES, source))
+    )
 
 
 def linears(model: Any) -> int:
@@ -58,29 +61,30 @@ def test_a_token_meets_the_experts_that_it_is_sent_to() -> None:
     assert 2 * active * 320 <= flops(model, "fp8") <= 2 * (active + routers) * 320
 
 
-def told(seconds: dict[str, float], compute: str | None = None, device: str | None = None) -> list[str]:
+def warned(seconds: dict[str, float], compute: str | None = None, device: str | None = None) -> list[str]:
     """What is said of tiny-llama if a calibration takes `seconds` in a dtype."""
     source = open_source(LLAMA)
     structure, scheme, data = structure_of(source), load_scheme("fp8"), prepare(None, source, Sampling(512))
-    work = estimate.flops(source, structure, scheme, data)
+    job = CalibrationJob(source_for(source, compute), structure, scheme, data, device)
+    work = requirements.flops(job)
 
     def rate(dtype: str, _: str | None) -> float:
         return work / seconds[dtype]
 
-    return estimate.told(source, structure, scheme, data, device, compute, rate)
+    return requirements.time_warnings(job, rate)
 
 
 @pytest.fixture
 def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model in bfloat16 on a CPU without instructions for it, whose work is worth measuring."""
-    monkeypatch.setattr(estimate, "SMALL", 0.0)
-    monkeypatch.setattr(estimate, "main_dtype", lambda specs: "bfloat16")
-    monkeypatch.setattr(estimate, "has_bf16_instructions", lambda: False)
+    monkeypatch.setattr(requirements, "SMALL", 0.0)
+    monkeypatch.setattr(requirements, "main_dtype", lambda specs: "bfloat16")
+    monkeypatch.setattr(requirements, "has_bf16_instructions", lambda: False)
 
 
 @pytest.mark.usefixtures("bfloat16")
 def test_hours_are_told_and_what_float32_would_save() -> None:
-    time, save = told({"bfloat16": 5 * 3600, "float32": 4000})
+    time, save = warned({"bfloat16": 5 * 3600, "float32": 4000})
     assert time.startswith("calibration: about 5 h (") and time.endswith(" TFLOP/s)")
     assert 'compute="fp32" (--compute fp32) would take about 67 min instead of about 5 h' in save
 
@@ -88,11 +92,11 @@ def test_hours_are_told_and_what_float32_would_save() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("bfloat16")
 def test_nothing_is_told_of_seconds_or_where_float32_is_no_faster() -> None:
-    assert told({"bfloat16": 50, "float32": 10}) == []
-    assert told({"bfloat16": 500, "float32": 450}) == []
-    assert len(told({"bfloat16": 500, "float32": 100})) == 1  # no estimate below ten minutes, but a faster way
-    assert len(told({"bfloat16": 9e9, "float32": 5000}, compute="fp32")) == 1
-    assert len(told({"bfloat16": 5000, "float32": 5000}, device="cuda")) == 1
+    assert warned({"bfloat16": 50, "float32": 10}) == []
+    assert warned({"bfloat16": 500, "float32": 450}) == []
+    assert len(warned({"bfloat16": 500, "float32": 100})) == 1  # no estimate below ten minutes, but a faster way
+    assert len(warned({"bfloat16": 9e9, "float32": 5000}, compute="fp32")) == 1
+    assert len(warned({"bfloat16": 5000, "float32": 5000}, device="cuda")) == 1
 
 
 def test_a_small_model_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,18 +106,18 @@ def test_a_small_model_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("measured")
 
     scheme, data = load_scheme("fp8"), prepare(BATCHES, source)
-    assert estimate.told(source, structure_of(source), scheme, data, None, None, rate) == []
+    assert requirements.time_warnings(CalibrationJob(source, structure_of(source), scheme, data), rate) == []
 
 
 def test_the_measured_rate_is_that_of_a_processor() -> None:
-    assert 1e8 < estimate.measured_rate("float32", None) < 1e15
+    assert 1e8 < requirements.measured_rate("float32", None) < 1e15
     assert has_bf16_instructions() in (True, False)
 
 
 @pytest.mark.slow
 def test_calibrate_says_the_estimate_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "SMALL", 0.0)
-    monkeypatch.setattr(estimate, "measured_rate", lambda *_: 1.0)
+    monkeypatch.setattr(requirements, "SMALL", 0.0)
+    monkeypatch.setattr(requirements, "measured_rate", lambda *_: 1.0)
     with pytest.warns(BridgeWarning, match="calibration: about .* days"):
         bridge.calibrate(built("llama"), "fp8", BATCHES)
 

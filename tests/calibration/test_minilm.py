@@ -17,6 +17,7 @@ from transformers import AutoTokenizer  # noqa: E402
 
 from bridge.calibration import data as data_module  # noqa: E402
 from bridge.calibration.data import prepare  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
 from bridge.calibration.modelopt import fake_quantize  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
@@ -54,7 +55,7 @@ def test_sentence_embeddings_keep_a_mean_cosine_of_0995(scheme: str, least: floa
     texts, source = sentences(), open_source(str(MODEL))
     assert len(texts) == 200
     arch, model = structure(source.config, source.specs), source.load_model()
-    twin = fake_quantize(source, arch, load_scheme(scheme), prepare(None, source)).model
+    twin = fake_quantize(CalibrationJob(source, arch, load_scheme(scheme), prepare(None, source))).model
     cosine = torch.cosine_similarity(embeddings(twin, texts), embeddings(model, texts))
     print(f"{scheme}: mean {float(cosine.mean()):.4f}, minimum {float(cosine.min()):.4f}")
     assert float(cosine.mean()) >= 0.995

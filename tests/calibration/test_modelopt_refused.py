@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bridge.calibration.data import prepare
+from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import fake_quantize
 from bridge.core.errors import CalibrationError
 from bridge.quant.schemes.load import load_scheme
@@ -24,9 +25,10 @@ def test_cuda_that_is_needed_and_missing_is_an_error_before_the_model_is_loaded(
     arch, data = structure(source.config, source.specs), prepare(IDS, source)
     monkeypatch.setattr(type(source), "load_model", lambda _: pytest.fail("loaded"))
     with pytest.raises(CalibrationError, match="no CUDA device here, and the kernel exists there only"):
-        fake_quantize(source, arch, replace(load_scheme("fp8"), needs_cuda="the kernel exists there only"), data)
+        scheme = replace(load_scheme("fp8"), needs_cuda="the kernel exists there only")
+        fake_quantize(CalibrationJob(source, arch, scheme, data))
     with pytest.raises(CalibrationError, match="device='cuda:0' was asked for"):
-        fake_quantize(source, arch, load_scheme("fp8"), data, device="cuda:0")
+        fake_quantize(CalibrationJob(source, arch, load_scheme("fp8"), data, device="cuda:0"))
 
 
 def test_data_that_are_missing_are_an_error_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +36,7 @@ def test_data_that_are_missing_are_an_error_before_the_model_is_loaded(monkeypat
     arch = structure(source.config, source.specs)
     monkeypatch.setattr(type(source), "load_model", lambda _: pytest.fail("loaded"))
     with pytest.raises(CalibrationError, match=r"scheme fp8 needs statistics of activations: .*tokenizer"):
-        fake_quantize(source, arch, load_scheme("fp8"), prepare(None, source))
+        fake_quantize(CalibrationJob(source, arch, load_scheme("fp8"), prepare(None, source)))
 
 
 def test_a_loop_that_runs_another_model_is_an_error() -> None:

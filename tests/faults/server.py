@@ -58,7 +58,7 @@ def _warm() -> None:
     import bridge.calibration.modelopt
     import bridge.cli.main
     import bridge.core.remote.upload
-    import bridge.targets.trt.graph.export
+    import bridge.targets.onnx.export.export
     import bridge.verification.verify
     import bridge.workflows.golden.verbs
 

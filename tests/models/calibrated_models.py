@@ -20,6 +20,7 @@ from transformers import (  # noqa: E402
 )
 
 from bridge.calibration.data import prepare  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
 from bridge.calibration.modelopt import FakeQuantized, fake_quantize  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.quant.schemes.scheme import Scheme  # noqa: E402
@@ -60,10 +61,10 @@ def built(family: str, dtype: Any = torch.float32) -> Any:
     return model
 
 
-def both(model: Any, scheme: Scheme, data: Any = None, **options: Any) -> FakeQuantized:
+def both(model: Any, scheme: Scheme, data: Any = None, least: float = 0.0, **options: Any) -> FakeQuantized:
     source = open_source(model)
     arch = structure(source.config, source.specs)
-    return fake_quantize(source, arch, scheme, prepare(data or IDS, source), **options)
+    return fake_quantize(CalibrationJob(source, arch, scheme, prepare(data or IDS, source), **options), least)
 
 
 def run(model: Any, scheme: Scheme, data: Any = None, **options: Any) -> Calibration:

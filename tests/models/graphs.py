@@ -1,40 +1,41 @@
-"""Float graphs that are exported once a run and given to each conversion anew."""
+"""Float graphs that are loaded, or exported once a run, and given to each conversion anew."""
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import onnx
-import onnx_ir as ir
-
 from bridge.sources.opening import open_source
-from bridge.targets.trt.graph import export
-from bridge.targets.trt.graph.export import export_graph
-from bridge.targets.trt.graph.float_graph import Graph
-from tests import once
+from bridge.targets.onnx.export import export
+from bridge.targets.onnx.export.export import export_graph
+from bridge.targets.onnx.export.float_graph import Graph, from_plain_bytes, plain_bytes
+from tests import kept_graphs, once
+from tests.kept_graphs import Request
 
-_MADE: dict[str, tuple[Graph, bytes]] = {}  # the model apart, as ONNX
+_MADE: dict[str, bytes] = {}
 
 
 def export_once(config: Any, *, progress: Callable[[str], None] | None = None, **options: Any) -> Graph:
-    """`export_graph`, which is asked once for equal arguments, by any worker. The graph is the caller's own."""
-    fields = config if isinstance(config, dict) else config.to_dict()
+    """`export_graph`, which is called once for equal arguments, by any worker. The graph is the caller's own."""
     given = inspect.signature(export_graph).bind(None, **options)
     given.apply_defaults()
-    key = json.dumps([fields, given.arguments], sort_keys=True, default=repr)
+    decide = {name: value for name, value in given.arguments.items() if name not in ("config", "progress")}
+    request = Request(config if isinstance(config, dict) else config.to_dict(), decide)
 
-    def make() -> tuple[Graph, bytes]:
-        return _apart(export_graph(config, progress=progress, **options))
+    def make() -> bytes:
+        content = plain_bytes(export_graph(config, progress=progress, **options), {})
+        _keep(request, content)
+        return content
 
-    if key not in _MADE:
-        name = f"graph-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-        _MADE[key] = once.value(name, make) if once.ROOT else make()
-    return _whole(*_MADE[key])
+    if request.key not in _MADE:
+        content = kept_graphs.load(request)
+        if content is not None:
+            kept_graphs.note(request, "loaded")
+        else:
+            content = once.value(f"graph-{request.key}", make) if once.ROOT else make()
+        _MADE[request.key] = content
+    return from_plain_bytes(_MADE[request.key])[0]
 
 
 def use_once(model: str) -> None:
@@ -44,16 +45,13 @@ def use_once(model: str) -> None:
     export_once(dict(config), task="causal-lm", dtype="float32", opset=21, cache=True, stamp=True)
 
 
-def _apart(graph: Graph) -> tuple[Graph, bytes]:
-    for name in graph.weights:  # ONNX has no initializer without data: these are said to be in a file
-        value = graph.model.graph.initializers[name]
-        assert value.dtype is not None
-        value.const_value = ir.ExternalTensor("weights", 0, 0, value.dtype, shape=value.shape, name=name)
-    return replace(graph, model=None), ir.to_proto(graph.model).SerializeToString(deterministic=True)
-
-
-def _whole(graph: Graph, content: bytes) -> Graph:
-    model = ir.from_proto(onnx.ModelProto.FromString(content))
-    for name in graph.weights:
-        model.graph.initializers[name].const_value = None
-    return replace(graph, model=model, weights=dict(graph.weights), tied=dict(graph.tied))
+def _keep(request: Request, content: bytes) -> None:
+    """Store an export for `make graphs`; where nothing is loaded, compare it with what is kept."""
+    if kept_graphs.exports_all():
+        kept = kept_graphs.archived(request.family).get(request.key)
+        far = kept_graphs.differences(content, kept.partition(b"\n")[2]) if kept else []
+        assert not far, f"the kept graph of {request.family} is not what is exported: {far}"
+    keeps = not kept_graphs.exports_all() and request.may_be_kept()
+    if keeps:
+        kept_graphs.store(request, content)
+    kept_graphs.note(request, "stored" if keeps else "exported")

@@ -12,6 +12,7 @@ import numpy as np
 from bridge.core.dtypes import DTYPES, from_float32
 from bridge.core.errors import SourceError
 from bridge.core.values import TensorSpec
+from bridge.sources.source import SourceBase
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,7 +47,7 @@ def llama_shapes(config: Mapping[str, Any] = CONFIG) -> dict[str, tuple[int, ...
 
 
 @dataclass
-class MadeSource:
+class MadeSource(SourceBase):
     """Arrays under checkpoint names; `broken` names tensors whose read fails."""
 
     arrays: dict[str, np.ndarray]

@@ -13,7 +13,7 @@ _LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 96,
 }  # fmt: skip
 _SQUARE = {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {"hidden_size": 256}
-# Llama has three layers, and tests/targets/trt/test_export.py more of each kind: exporting takes seconds a layer.
+# Llama has three layers, and tests/targets/onnx/export/test_export.py more of each kind: each takes seconds.
 _ONE_LAYER = {"num_hidden_layers": 1}
 # Layers of two kinds, one of each.
 _GEMMA = {"sliding_window": 7, "num_hidden_layers": 2, "hidden_activation": "gelu_pytorch_tanh"}

@@ -196,7 +196,7 @@ def prompts(at: Path, name: str) -> Any:
 
 def graph(at: Path, name: str, scheme: str) -> Any:
     """Findings on a graph, its largest difference from the model for one row and for three, and compared outputs."""
-    from bridge.targets.trt.runtime import Runtime as OnnxRuntime
+    from bridge.targets.onnx.run.runtime import Runtime as OnnxRuntime
 
     model = diffusion_models.made(name)
     model.save_pretrained(at / "model")

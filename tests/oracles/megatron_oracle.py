@@ -7,7 +7,6 @@ from __future__ import annotations
 import atexit
 import functools
 import io
-import multiprocessing
 import tarfile
 import tempfile
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import yaml
 from tests.models.megatron_configs import megatron_lm, nemo1, nemo2
 from tests.models.megatron_families import EVERY, Family, te_name
 from tests.oracles import megatron_bridge_process, megatron_process
+from tests.oracles.server import processes
 
 KINDS = ("bridge", "nemo2", "nemo1", "nemo1-dist", "megatron-lm", "megatron-lm-legacy")
 PREFIX = {"nemo2": "module.", "nemo1": "model.", "nemo1-dist": "model."}
@@ -147,14 +147,6 @@ def in_bridge() -> ProcessPoolExecutor:
 def _process(initializer: Callable[..., None], *args: Any) -> ProcessPoolExecutor:
     _POOLS.append(ProcessPoolExecutor(1, processes(), initializer, args))
     return _POOLS[-1]
-
-
-@functools.cache
-def processes() -> Any:
-    """Where processes come from: forks of one that has imported megatron, which takes ten seconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.oracles.megatron_imports"])
-    return context
 
 
 def _ask(tp: int, pp: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from tests.models.torchtitan_families import CONFIGS, EVERY
 from tests.oracles import torchtitan_process
+from tests.oracles.server import processes
 
 ERAS = ("0.2", "0.3")
 MODELS = [*((name, era) for era in ERAS for name in CONFIGS), ("gpt_oss", "0.3")]
@@ -64,6 +64,6 @@ def family(name: str, era: str = "0.3") -> Made:
 
 @functools.cache
 def _process(era: str) -> ProcessPoolExecutor:
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), torchtitan_process.start, (era,))
+    pool = ProcessPoolExecutor(1, processes(), torchtitan_process.start, (era,))
     atexit.register(pool.shutdown)
     return pool

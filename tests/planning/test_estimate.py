@@ -18,9 +18,19 @@ from bridge.core import machine as machines
 from bridge.core.errors import UsageError
 from bridge.core.machine import cached_share
 from bridge.planning import estimate as estimates
-from bridge.planning.estimate import DISK, PROCESSOR, SOURCE, START, Machine, estimate, read_speeds
+from bridge.planning.estimate import (
+    DISK,
+    PROCESSOR,
+    SOURCE,
+    START,
+    Machine,
+    Work,
+    estimate,
+    operation_of,
+    read_speeds,
+    work_of,
+)
 from bridge.planning.plan import Plan
-from bridge.planning.work import Work, operation_of, work_of
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from tests.models.sources_made import made_llama

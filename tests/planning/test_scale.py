@@ -12,8 +12,8 @@ import pytest
 import bridge
 from benchmarks.scale import KIMI_K2, LLAMA_70B, TASK, Cluster, Part, predict, simulate, spread
 from benchmarks.speed import SHAPES
+from bridge.planning.estimate import work_of
 from bridge.planning.plan import Plan
-from bridge.planning.work import work_of
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from tests.models.sparse_checkpoint import deepseek_specs, llama_specs, write_sparse

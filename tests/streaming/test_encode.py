@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import bridge
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.output.directory import Work
-from bridge.core.pages import Buffers
 from bridge.core.values import TensorSpec
 from bridge.planning.plan import Output
 from bridge.quant.schemes.load import load_scheme

@@ -12,11 +12,11 @@ import pytest
 
 from bridge.api import plans as opening
 from bridge.api import verbs as api
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.output.directory import Work, output_directory
-from bridge.core.pages import Buffers
 from bridge.core.values import TensorSpec
 from bridge.planning.memory import working_set
 from bridge.quant.calibration import Calibration, Provenance

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 import bridge
 from bridge.core.errors import BridgeError
-from bridge.targets.trt.encoder_decoder import Arrays, EncoderDecoder
-from bridge.targets.trt.files import is_multimodal
-from bridge.targets.trt.runtime import Runtime
+from bridge.targets.onnx.files import is_multimodal
+from bridge.targets.onnx.run.encoder_decoder import Arrays, EncoderDecoder
+from bridge.targets.onnx.run.runtime import Runtime
 from bridge.verification.outputs import relative_l2
 from tests.oracles import export_oracle as oracle
 from tests.oracles.modelopt_oracle import Answer, ask

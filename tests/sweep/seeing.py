@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
-from bridge.targets.trt.cross_attention import MASK, load_multimodal
-from bridge.targets.trt.files import DECODER
-from bridge.targets.trt.multimodal import MultiModal
-from bridge.targets.trt.tiles import ROWS as FEATURES
+from bridge.targets.onnx.files import DECODER
+from bridge.targets.onnx.names import ROWS as FEATURES
+from bridge.targets.onnx.run.cross_attention import MASK, load_multimodal
+from bridge.targets.onnx.run.multimodal import MultiModal
 from bridge.verification.outputs import relative_l2
 
 STEPS, ROWS, PAD = 8, 2, 3

@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import bridge  # noqa: E402
+from bridge.core.aligned_buffers import Buffers  # noqa: E402
 from bridge.core.errors import SchemeError  # noqa: E402
-from bridge.core.pages import Buffers  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.sources.live_models.checkpoint_names import live_names, tied_names  # noqa: E402

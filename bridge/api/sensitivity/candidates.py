@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from bridge.api import plans
-from bridge.api.sensitivity.units import Unit, globs, units_of, with_format
-from bridge.api.sensitivity.written import counted, written_bytes
+from bridge.api.sensitivity.units import Unit, globs, units_of, with_format, written_bytes
 from bridge.core.errors import BridgeError, PlanError, SchemeError
 from bridge.core.text import fold_problems
 from bridge.core.values import Structure
 from bridge.planning.contracts import Contract, Runtime, misfits
+from bridge.planning.plan import Plan
 from bridge.quant.describe import contract_words
-from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.recipe import NONE
 from bridge.quant.schemes.scheme import Rule, Scheme
 from bridge.sources.source import Source
@@ -34,6 +31,53 @@ class Destination:
     target: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     runtime: str | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """A model, and the target that it would be written for, with its options."""
+
+    source: Source
+    structure: Structure
+    target: str
+    options: Mapping[str, Any]
+
+    def problems(self, scheme: Scheme) -> list[tuple[str, str]]:
+        """What a plan would refuse: modules, or "", with the reasons."""
+        return plans.incompatibilities_of(self.source, self.structure, self.target, scheme, self.options)
+
+    def plan(self, scheme: Scheme, runtime: str | None = None) -> Plan:
+        """Plan a conversion; PlanError or SchemeError if it would be refused."""
+        return plans.plan_of(self.source, self.structure, self.target, scheme, dict(self.options), runtime)
+
+    def only(self, units: Iterable[Unit]) -> Place:
+        """The same for a scheme without rules that quantizes these units, and nothing else."""
+        return replace(self, structure=restricted(self.structure, units))
+
+    def keeping(self, scheme: Scheme, units: Iterable[Unit]) -> Scheme:
+        """The scheme with a rule that keeps these units unquantized."""
+        names = [name for unit in units for name in globs(unit, [site.module for site in self.structure.sites])]
+        rule = Rule("what does not fit", NONE, None, None, modules=tuple(names), override=True)
+        return replace(scheme, rules=(*scheme.rules, rule))
+
+    def in_format(self, unit: Unit, scheme: Scheme) -> Unit:
+        """A unit in the format of a scheme without rules."""
+        return with_format(self.structure, unit, scheme, self.source.specs)
+
+    def written(self, scheme: Scheme, units: Sequence[Unit]) -> dict[str, int]:
+        """Bytes that the target writes for units in a scheme."""
+        return written_bytes(self.plan(scheme), self.structure, units)
+
+    def unquantized(self, scheme: Scheme, quantized: Sequence[Unit], units: Sequence[Unit]) -> dict[str, int]:
+        """Bytes that the target writes for units which an output in `scheme` keeps unquantized.
+
+        A plan without anything quantized may have other options, so that it keeps all but one, and then that one.
+        """
+        if len(quantized) == 1:
+            return self.written(scheme, units) | {quantized[0].name: quantized[0].plain}
+        first, *rest = quantized
+        kept = self.written(self.keeping(scheme, rest), units)
+        return kept | self.written(self.keeping(scheme, [first]), [first])
 
 
 @dataclass(frozen=True)
@@ -80,33 +124,33 @@ def one_scheme(
     The scheme gets a rule that keeps what does not fit.
     """
     units = units_of(structure, scheme, source.specs)
-    first, options = destination.target or FIRST, destination.options
-    problems = plans.incompatibilities_of(source, structure, first, scheme, options)
+    place = Place(source, structure, destination.target or FIRST, destination.options)
+    problems = place.problems(scheme)
     kept: tuple[Unit, ...] = ()
     others = [] if destination.target else (name for name in target_names() if name != FIRST)
     if problems and (other := next((t for t in others if _supports(t, source, structure, scheme)), "")):
         problems.append(("", f"planned for target {other}, since {FIRST} does not support it"))
-        first = other
+        place = replace(place, target=other)
     elif problems:
-        kept = _kept(structure, scheme, units, problems, first)
-        scheme = _keeping(scheme, structure, kept)
+        kept = _kept(place, scheme, units, problems)
+        scheme = place.keeping(scheme, kept)
         problems += _fused(kept, {what for what, _ in problems})
     units = tuple(unit for unit in units if unit not in kept)
-    written = _written(source, structure, scheme, units, first, options)
-    other_bytes = {} if fallback else _plain_bytes(source, structure, scheme, units, units, first, options)
-    second = _unquantized(units)
+    written = place.written(scheme, units)
     if fallback:
-        _check_fallback(source, structure, first, options, units, fallback)
-        second = {unit.name: with_format(structure, unit, fallback, source.specs) for unit in units}
-        part = restricted(structure, units)
-        other_bytes = _written(source, part, fallback.bound(part.sites), units, first, options)
+        _check_fallback(place, units, fallback)
+        part = place.only(units)
+        other_bytes = part.written(fallback.bound(part.structure.sites), units)
+        second = [place.in_format(unit, fallback) for unit in units]
+    else:
+        other_bytes, second = place.unquantized(scheme, units, units), list(units)
     formats = (
-        Candidate(scheme.name, scheme, counted({unit.name: unit for unit in units}, written)),
-        Candidate(fallback.name if fallback else NONE, fallback, counted(second, other_bytes)),
+        Candidate(scheme.name, scheme, _counted(units, written)),
+        Candidate(fallback.name if fallback else NONE, fallback, _counted(second, other_bytes)),
     )
     every = frozenset(unit.name for unit in units)
-    menus = (Menu(first, {0: every, 1: every}, {0: written, 1: other_bytes}),)
-    where = replace(destination, target=destination.target or first)
+    menus = (Menu(place.target, {0: every, 1: every}, {0: written, 1: other_bytes}),)
+    where = replace(destination, target=destination.target or place.target)
     return Candidates(where, units, formats, menus, kept, tuple(fold_problems(problems)))
 
 
@@ -115,55 +159,48 @@ def several_schemes(
 ) -> Candidates:
     """Schemes without rules, and none, for each unit; SchemeError if a scheme fits nowhere, unless `optional`."""
     where = replace(destination, target=destination.target or FIRST)
+    place = Place(source, structure, where.target, where.options)
     program, contracts = plans.contracts_of(where.target, where.options, where.runtime)
     if program and not contracts:  # it loads nothing of that target and those options: raises
-        plans.plan_of(source, structure, where.target, schemes[0], dict(where.options), where.runtime)
-    units = units_of(structure, schemes[0], source.specs)
+        place.plan(schemes[0], where.runtime)
+    units, last = units_of(structure, schemes[0], source.specs), len(schemes)
     menus: list[Menu] = []
     problems: dict[int, list[tuple[str, str]]] = {}
     every: list[Contract | None] = [*contracts]
     for contract in every or [None]:
+        if contract:
+            place = replace(place, target=contract.target, options={**contract.options, **where.options})
         fits = {}
         for at, scheme in enumerate(schemes):
-            fits[at], problems[at] = _fitting(source, structure, scheme, units, where, program, contract)
-        alike = [list(fits)]
+            fits[at], problems[at] = _fitting(place, scheme, units, program, contract)
+        groups = [list(fits)]
         if contract and not contract.mixed:
             words = {at: contract_words(schemes[at].format) for at in fits}
-            alike = [[at for at in fits if words[at] == word] for word in dict.fromkeys(words.values())]
-        target = contract.target if contract else where.target
-        given = {**contract.options, **where.options} if contract else where.options
-        written = _written_in(source, structure, units, schemes, fits, target, given)
+            groups = [[at for at in fits if words[at] == word] for word in dict.fromkeys(words.values())]
+        written = _written_in(place, units, schemes, fits)
         menus += [
-            Menu(target, some, {at: written[at] for at in (*some, len(schemes))})
-            for part in alike
-            if (some := {at: fits[at] for at in part if fits[at]})
+            Menu(place.target, some, {at: written[at] for at in (*some, last)})
+            for group in groups
+            if (some := {at: fits[at] for at in group if fits[at]})
         ]
-    used = [at for at in range(len(schemes)) if any(at in menu.fits for menu in menus)]
+    used = [at for at in range(last) if any(at in menu.fits for menu in menus)]
     lost = [(schemes[at].name, why) for at in problems if at not in used for _, why in problems[at]]
     if lost and not (optional and used):
         lines = "".join(f"\n  {line}" for line in fold_problems(lost))
-        place = where.runtime or where.target
-        raise SchemeError(f"{place} takes these schemes for no matrix of {structure.architecture}:{lines}")
+        name = where.runtime or where.target
+        raise SchemeError(f"{name} takes these schemes for no matrix of {structure.architecture}:{lines}")
     fitting = frozenset[str]().union(*(names for menu in menus for names in menu.fits.values()))
     kept = tuple(unit for unit in units if unit.name not in fitting)
     units = tuple(unit for unit in units if unit.name in fitting)
-    formats = [
-        Candidate(scheme.name, scheme, _formatted(source, structure, scheme, units, menus, at))
-        for at, scheme in enumerate(schemes)
-    ]
-    formats.append(Candidate(NONE, None, counted(_unquantized(units), _first(menus, len(schemes)))))
-    menus = [replace(menu, fits={**menu.fits, len(schemes): fitting}) for menu in menus]
+    formats = []
+    for at, scheme in enumerate(schemes):
+        names = {name for menu in menus for name in menu.fits.get(at, ())}
+        part = [place.in_format(unit, scheme) for unit in units if unit.name in names]
+        formats.append(Candidate(scheme.name, scheme, _counted(part, _first(menus, at))))
+    formats.append(Candidate(NONE, None, _counted(units, _first(menus, last))))
+    menus = [replace(menu, fits={**menu.fits, last: fitting}) for menu in menus]
     why = [(f"{schemes[at].name}: {what}", text) for at in used for what, text in problems[at]]
     return Candidates(where, units, tuple(formats), tuple(menus), kept, tuple(fold_problems(why + lost)))
-
-
-def check_recipe(source: Source, structure: Structure, destination: Destination, text: str) -> None:
-    """Plan the recipe; PlanError or SchemeError if its conversion would be refused."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "recipe.toml"
-        path.write_text(text, encoding="utf-8")
-        scheme = load_scheme(path).bound(structure.sites)
-    plans.plan_of(source, structure, destination.target, scheme, dict(destination.options), destination.runtime)
 
 
 def restricted(structure: Structure, units: Iterable[Unit]) -> Structure:
@@ -174,27 +211,16 @@ def restricted(structure: Structure, units: Iterable[Unit]) -> Structure:
 
 
 def _fitting(
-    source: Source,
-    structure: Structure,
-    scheme: Scheme,
-    units: Sequence[Unit],
-    where: Destination,
-    program: Runtime | None,
-    contract: Contract | None,
+    place: Place, scheme: Scheme, units: Sequence[Unit], program: Runtime | None, contract: Contract | None
 ) -> tuple[frozenset[str], list[tuple[str, str]]]:
     """The names of the units that fit a scheme, and the problems of the others (of all, if none fits)."""
-    target, options = where.target, where.options
-    if contract:
-        target, options = contract.target, {**contract.options, **options}
-        if why := contract.lacks([scheme.format], structure.architecture):
-            return frozenset(), [("", why)]
+    if contract and (why := contract.lacks([scheme.format], place.structure.architecture)):
+        return frozenset(), [("", why)]
     try:
-        problems = plans.incompatibilities_of(source, structure, target, scheme, options)
+        problems = place.problems(scheme)
         fits, others = _without(units, problems)
         if program and contract and fits and not others:
-            part = restricted(structure, fits)
-            plan = plans.plan_of(source, part, target, scheme, dict(options))
-            fits, others = _without(fits, refused := misfits(program, contract, plan))
+            fits, others = _without(fits, refused := misfits(program, contract, place.only(fits).plan(scheme)))
             problems += refused
     except (PlanError, SchemeError) as error:
         return frozenset(), [("", str(error))]
@@ -212,13 +238,7 @@ def _without(units: Sequence[Unit], problems: Sequence[tuple[str, str]]) -> tupl
 
 
 def _written_in(
-    source: Source,
-    structure: Structure,
-    units: Sequence[Unit],
-    schemes: Sequence[Scheme],
-    fits: Mapping[int, frozenset[str]],
-    target: str,
-    options: Mapping[str, Any],
+    place: Place, units: Sequence[Unit], schemes: Sequence[Scheme], fits: Mapping[int, frozenset[str]]
 ) -> dict[int, Mapping[str, int]]:
     """Bytes of the units that fit, by the scheme's number; under the number after the last one, those of all."""
     found: dict[int, Mapping[str, int]] = {}
@@ -226,51 +246,10 @@ def _written_in(
         if not names:
             continue
         part = [unit for unit in units if unit.name in names]
-        within = restricted(structure, part)
-        found[at] = _written(source, within, schemes[at], part, target, options)
+        found[at] = place.only(part).written(schemes[at], part)
         if len(schemes) not in found:
-            found[len(schemes)] = _plain_bytes(source, within, schemes[at], part, units, target, options)
+            found[len(schemes)] = place.only(part).unquantized(schemes[at], part, units)
     return found
-
-
-def _written(
-    source: Source,
-    structure: Structure,
-    scheme: Scheme,
-    units: Sequence[Unit],
-    target: str,
-    options: Mapping[str, Any],
-) -> dict[str, int]:
-    """Bytes that a target writes for units in a scheme."""
-    return written_bytes(plans.plan_of(source, structure, target, scheme, dict(options)), structure, units)
-
-
-def _plain_bytes(
-    source: Source,
-    structure: Structure,
-    scheme: Scheme,
-    quantized: Sequence[Unit],
-    units: Sequence[Unit],
-    target: str,
-    options: Mapping[str, Any],
-) -> dict[str, int]:
-    """Bytes that a target writes for units which an output in `scheme` keeps unquantized.
-
-    A plan without anything quantized may have other options, so that it keeps all but one, and then that one.
-    """
-    if len(quantized) == 1:
-        alone = {quantized[0].name: quantized[0].plain}
-        return _written(source, structure, scheme, units, target, options) | alone
-    first, *rest = quantized
-    kept = _written(source, structure, _keeping(scheme, structure, rest), units, target, options)
-    return kept | _written(source, structure, _keeping(scheme, structure, [first]), [first], target, options)
-
-
-def _keeping(scheme: Scheme, structure: Structure, units: Iterable[Unit]) -> Scheme:
-    """The scheme with a rule that keeps these units unquantized."""
-    names = [name for unit in units for name in globs(unit, [site.module for site in structure.sites])]
-    rule = Rule("what does not fit", NONE, None, None, modules=tuple(names), override=True)
-    return replace(scheme, rules=(*scheme.rules, rule))
 
 
 def _first(menus: Iterable[Menu], at: int) -> dict[str, int]:
@@ -281,28 +260,20 @@ def _first(menus: Iterable[Menu], at: int) -> dict[str, int]:
     return found
 
 
-def _formatted(
-    source: Source, structure: Structure, scheme: Scheme, units: Iterable[Unit], menus: Sequence[Menu], at: int
-) -> dict[str, Unit]:
-    names = {name for menu in menus for name in menu.fits.get(at, ())}
-    found = {unit.name: with_format(structure, unit, scheme, source.specs) for unit in units if unit.name in names}
-    return counted(found, _first(menus, at))
+def _counted(units: Iterable[Unit], written: Mapping[str, int]) -> dict[str, Unit]:
+    """The units by name, with the bytes that are written for them."""
+    return {unit.name: replace(unit, bytes=written[unit.name]) for unit in units}
 
 
-def _unquantized(units: Iterable[Unit]) -> dict[str, Unit]:
-    return {unit.name: replace(unit, bytes=unit.plain) for unit in units}
-
-
-def _kept(
-    structure: Structure, scheme: Scheme, units: Sequence[Unit], problems: Sequence[tuple[str, str]], target: str
-) -> tuple[Unit, ...]:
+def _kept(place: Place, scheme: Scheme, units: Sequence[Unit], problems: Sequence[tuple[str, str]]) -> tuple[Unit, ...]:
     """The units with problems; SchemeError if all have, or if a problem is of no unit."""
     refused = {what for what, _ in problems}
     kept = tuple(unit for unit in units if _modules(unit) & refused)
     others = [(what, why) for what, why in problems if not any(what in _modules(unit) for unit in kept)]
     if others or len(kept) == len(units):
         lines = "".join(f"\n  {line}" for line in fold_problems(others or problems))
-        raise SchemeError(f"no target supports {structure.architecture} in scheme {scheme.name}; {target}:{lines}")
+        model = place.structure.architecture
+        raise SchemeError(f"no target supports {model} in scheme {scheme.name}; {place.target}:{lines}")
     return kept
 
 
@@ -314,25 +285,18 @@ def _fused(kept: Sequence[Unit], refused: set[str]) -> list[tuple[str, str]]:
     ]
 
 
-def _check_fallback(
-    source: Source,
-    structure: Structure,
-    target: str,
-    options: Mapping[str, Any],
-    units: Iterable[Unit],
-    fallback: Scheme,
-) -> None:
+def _check_fallback(place: Place, units: Iterable[Unit], fallback: Scheme) -> None:
     """SchemeError if a unit does not fit the fallback scheme."""
     sites = tuple(replace(site, keep="") for unit in units for site in unit.sites)
-    bound = fallback.bound(sites)
-    if problems := plans.incompatibilities_of(source, replace(structure, sites=sites), target, bound, options):
+    structure = replace(place.structure, sites=sites)
+    if problems := replace(place, structure=structure).problems(fallback.bound(sites)):
         lines = "".join(f"\n  {line}" for line in fold_problems(problems))
-        raise SchemeError(f"fallback {fallback.name} does not fit target {target}; choose another:{lines}")
+        raise SchemeError(f"fallback {fallback.name} does not fit target {place.target}; choose another:{lines}")
 
 
 def _supports(target: str, source: Source, structure: Structure, scheme: Scheme) -> bool:
     try:
-        return not plans.incompatibilities_of(source, structure, target, scheme)
+        return not Place(source, structure, target, {}).problems(scheme)
     except BridgeError:  # the target does not support the architecture
         return False
 

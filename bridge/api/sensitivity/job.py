@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bridge.api import plans
 from bridge.api.sensitivity.budget import Budget, parse_budget
-from bridge.api.sensitivity.candidates import Candidates, Destination, Menu, check_recipe, one_scheme, several_schemes
-from bridge.api.sensitivity.recipe import recipe, recipe_base
+from bridge.api.sensitivity.candidates import Candidates, Destination, Menu, one_scheme, several_schemes
+from bridge.api.sensitivity.recipe import check_recipe, recipe, recipe_base
 from bridge.api.sensitivity.result import METHODS
 from bridge.api.sensitivity.units import Unit
 from bridge.core.errors import CalibrationError, SchemeError, UsageError
@@ -20,7 +19,6 @@ from bridge.planning.structure import structure_of
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.recipe import NONE
 from bridge.quant.schemes.scheme import Scheme
-from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 
 ANYWHERE = Destination()
@@ -90,44 +88,55 @@ class Job:
         return self.candidates.formats[at].units.get(unit.name, unit).bytes
 
 
-def make_job(
-    model: Any,
-    quant: Any,
-    budget: str | None,
-    fallback: str | None,
-    method: str,
-    kv: str | None,
-    config: Mapping[str, Any] | str | Path | None,
-    tokenizer: Any,
-    destination: Destination = ANYWHERE,
-) -> Job:
-    """Make the job; refuse unknown names, no candidates, models that cannot run here, and impossible sizes."""
-    if method not in METHODS:
-        raise UsageError(f"method={method!r} is unknown; {nearest(method, METHODS)}")
-    parsed = None if budget is None else parse_budget(budget)
-    several = isinstance(quant, list | tuple)
-    if several:
-        _check_several(quant, fallback, method)
-    second = None if fallback is None else _named(fallback, f"fallback={fallback!r}")
-    source = open_source(model, config, tokenizer)
-    structure = structure_of(source)
-    words = tuple(quant) if several else (quant,)
+@dataclass(frozen=True)
+class Question:
+    """What to rank layers by, and the budget to choose formats in; refuses what does not go together.
+
+    `quant`: a scheme, a recipe, or a list of scheme names. The other fields are those of `bridge.sensitivity`.
+    """
+
+    quant: Any
+    kv: str | None = None
+    method: str = "kl"
+    budget: str | None = None
+    fallback: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UsageError(f"method={self.method!r} is unknown; {nearest(self.method, METHODS)}")
+        if self.budget is not None:
+            parse_budget(self.budget)
+        if self.several:
+            _check_several(self.quant, self.fallback, self.method)
+        if self.fallback is not None:
+            _named(self.fallback, f"fallback={self.fallback!r}")
+
+    @property
+    def several(self) -> bool:
+        """Whether each layer has several schemes to choose from."""
+        return isinstance(self.quant, list | tuple)
+
+
+def make_job(source: Source, question: Question, destination: Destination = ANYWHERE) -> Job:
+    """Make the job; refuse no candidates, models that cannot run here, and impossible sizes."""
+    structure, kv, several = structure_of(source), question.kv, question.several
+    words = tuple(question.quant) if several else (question.quant,)
     schemes = [plans.scheme_of(word, kv if at == 0 else None, structure, source) for at, word in enumerate(words)]
     named = [scheme for scheme in schemes if scheme]
     if len(named) < len(words):
         raise UsageError("sensitivity needs a scheme; pass quant='int4_wo', for example")
-    if not source.can_run:
-        raise CalibrationError(f"{source.where}: cannot be run here; pip install 'qbridge[calibrate]'")
-    _check_simulated(*named, second)
+    fallback = None if question.fallback is None else load_scheme(question.fallback)
+    _check_can_run(source, *named, fallback)
     if several:
         candidates, base = several_schemes(source, structure, named, destination, optional=False), ""
     else:
-        candidates = one_scheme(source, structure, named[0], second, destination)
+        candidates = one_scheme(source, structure, named[0], fallback, destination)
         names = [site.module for site in structure.sites]
-        base = recipe(recipe_base(quant, kv), [], [(NONE, candidates.kept)], names)
+        base = recipe(recipe_base(question.quant, kv), [], [(NONE, candidates.kept)], names)
         if destination.runtime or destination.target:
             check_recipe(source, structure, candidates.destination, base)
-    job = Job(source, structure, words, kv, candidates, several, parsed, base if parsed else "", method)
+    budget = None if question.budget is None else parse_budget(question.budget)
+    job = Job(source, structure, words, kv, candidates, several, budget, base if budget else "", question.method)
     _check_method(job)
     _check_size(job)
     return job
@@ -143,9 +152,7 @@ def automatic_job(
     else:
         _check_several(names, None, "kl")
     named = [load_scheme(name, kv if at == 0 else None).bound(structure.sites) for at, name in enumerate(names)]
-    if not source.can_run:
-        raise CalibrationError(f"{source.where}: cannot be run here; pip install 'qbridge[calibrate]'")
-    _check_simulated(*named)
+    _check_can_run(source, *named)
     candidates = several_schemes(source, structure, named, place, optional=not schemes)
     job = Job(source, structure, tuple(names), kv, candidates, True, budget, "", "kl")
     _check_size(job)
@@ -179,7 +186,10 @@ def _not_simulated(scheme: Scheme | None) -> str:
     return scheme.simulation_needs_cuda if scheme and not torch.cuda.is_available() else ""
 
 
-def _check_simulated(*schemes: Scheme | None) -> None:
+def _check_can_run(source: Source, *schemes: Scheme | None) -> None:
+    """CalibrationError if the model, or what ModelOpt makes of it, cannot run here."""
+    if not source.can_run:
+        raise CalibrationError(f"{source.where}: cannot be run here; pip install 'qbridge[calibrate]'")
     for scheme in schemes:
         if scheme and (why := _not_simulated(scheme)):
             raise CalibrationError(

@@ -1,4 +1,4 @@
-"""Measure the cost of each unit, from one calibration.
+"""Measure the cost of each unit: by divergence, by gradients, or by the error of its block.
 
 One calibration serves all units, since a max or a pre-scale is taken from activations of the unquantized model. The
 costs are those of ModelOpt's simulation; scales that a target also shares within a unit (one for q, k and v) are not
@@ -7,7 +7,9 @@ measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import io
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -16,13 +18,17 @@ from bridge.api.sensitivity.candidates import restricted
 from bridge.api.sensitivity.divergence import Divergence, Variant, mean_next_token_loss, measure
 from bridge.api.sensitivity.job import Job
 from bridge.calibration.data import Data
-from bridge.calibration.gradient_scores import gradient_scores
-from bridge.calibration.modelopt import FakeQuantized, fake_quantize
+from bridge.calibration.job import CalibrationJob
+from bridge.calibration.modelopt import FakeQuantized, copy_modules, fake_quantize, modelopt, quiet
+from bridge.calibration.quantizers import numeric_cfg
 from bridge.calibration.requirements import check_device
+from bridge.calibration.walk.block_errors import ALL, BlockErrors, measure_block_errors
 from bridge.calibration.walk.toggles import Toggles, turned_on
+from bridge.core.errors import CalibrationError
 from bridge.core.progress import Progress
+from bridge.core.text import fold_layers
 from bridge.core.values import CACHE, Structure
-from bridge.sources.source import Source
+from bridge.sources.source import Delegate, Source
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def make_bench(job: Job, data: Data, device: str | None, report: Progress) -> Be
     source, calib = cast("Source", _Loaded(job.source)), replace(data, held_out=())
 
     made = [
-        fake_quantize(source, structure_in(job, at), scheme, calib, device=device, progress=report)
+        fake_quantize(CalibrationJob(source, structure_in(job, at), scheme, calib, device, report))
         for at, scheme in enumerate(job.schemes)
     ]
     copies = tuple(Toggles(q.model, q.plain.get_submodule, q.bindings, q.attention, job.modules) for q in made)
@@ -120,14 +126,84 @@ def costs(bench: Bench) -> Costs:
     return Costs(alone, tuple(whole), rest[0] if cached else None, divergence.tokens, divergence.held)
 
 
-class _Loaded:
+def block_costs(job: Job, data: Data, device: str | None, report: Progress, ahead: bool) -> Costs:
+    """Walk over the blocks once for each scheme; a unit in several blocks costs the sum of their errors."""
+    for scheme in job.schemes:
+        check_device(scheme, device)
+    found = [
+        measure_block_errors(
+            CalibrationJob(job.source, structure_in(job, at), scheme, data, device, report), job.modules, ahead
+        )
+        for at, scheme in enumerate(job.schemes)
+    ]
+    errors = {
+        (unit.name, at): error
+        for at, one in enumerate(found)
+        for unit in job.units
+        if (error := one.of(unit.name)) is not None
+    }
+    cache = found[0].of(CACHE)
+    # only the first scheme has the KV cache; errors of one block nearly add up
+    wholes = [_sum(one) + (cache.error if cache and at else 0.0) for at, one in enumerate(found)]
+    return Costs(
+        {key: error.error for key, error in errors.items()},
+        tuple(wholes),
+        cache.error if cache else None,
+        found[0].tokens,
+        max(one.held for one in found),
+        {key: error.cosine for key, error in errors.items()},
+    )
+
+
+def _sum(errors: BlockErrors) -> float:
+    total = errors.of(ALL)
+    return total.error if total else 0.0
+
+
+def gradient_scores(
+    quantized: FakeQuantized,
+    units: Sequence[Sequence[str]],
+    batches: Sequence[Mapping[str, Any]],
+    loss: Callable[..., Any],
+) -> list[float]:
+    """Return ModelOpt's estimate of the loss from quantizing each of `units` (live modules): (dloss/dy * error of y)^2.
+
+    One forward and backward per batch for all units. The bindings of `quantized` have one format, calibrated by max; it
+    is not changed. A unit that ModelOpt does not score is a CalibrationError.
+    """
+    mtq = modelopt()
+    form, inside = quantized.bindings[0].format, {name for unit in units for name in unit}
+    device = next(quantized.model.parameters()).device
+    fake = copy_modules(quantized.plain).to(device)
+    entries = [{"quantizer_name": "*weight_quantizer*", "cfg": numeric_cfg(form.weight[0], weight=True)}]
+    if form.input:
+        entries.append({"quantizer_name": "*input_quantizer*", "cfg": numeric_cfg(form.input, weight=False)})
+    config = {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *entries], "algorithm": {"method": "max"}}
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
+        _, state = mtq.auto_quantize(
+            fake,
+            {"effective_bits": 16.0},  # its own choice is not used
+            [config],
+            data_loader=[{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches],
+            forward_step=lambda model, batch: model(**batch, use_cache=False).logits,
+            loss_func=loss,
+            num_calib_steps=len(batches),
+            num_score_steps=len(batches),
+            disabled_layers=[name for name, _ in fake.named_modules() if name and name not in inside],
+        )
+    scored = {name: stats for stats in state["candidate_stats"].values() for name in stats["module_names"]}
+    if lost := inside - set(scored):
+        raise CalibrationError(f"ModelOpt does not score {', '.join(fold_layers(sorted(lost)))}; use method='kl'")
+    groups = [{id(scored[name]): scored[name] for name in unit}.values() for unit in units]
+    return [sum(float(stats["scores"][0]) for stats in group) for group in groups]
+
+
+class _Loaded(Delegate):
     """A source whose model is loaded once, for all fake-quantized copies over the same memory."""
 
     def __init__(self, source: Source) -> None:
-        self._source, self._model = source, source.load_model()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
+        super().__init__(source)
+        self._model = source.load_model()
 
     def load_model(self) -> Any:
         return self._model

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bridge.api import plans
+from bridge.api.sensitivity.candidates import Destination
 from bridge.api.sensitivity.units import Unit, globs
 from bridge.core.errors import UsageError
+from bridge.core.values import Structure
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.source import Source
 
 
 def recipe_base(quant: str | Path | Scheme, kv: str | None) -> str:
@@ -46,6 +51,15 @@ def recipe(
             names = ",\n".join(f"    {json.dumps(name)}" for unit in units for name in globs(unit, others))
             text += f"\n[[rule]]\nmodules = [\n{names},\n]\nquant = {json.dumps(quant)}\n{override}"
     return text
+
+
+def check_recipe(source: Source, structure: Structure, destination: Destination, text: str) -> None:
+    """Plan the recipe; PlanError or SchemeError if its conversion would be refused."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "recipe.toml"
+        path.write_text(text, encoding="utf-8")
+        scheme = load_scheme(path).bound(structure.sites)
+    plans.plan_of(source, structure, destination.target, scheme, dict(destination.options), destination.runtime)
 
 
 def _is_named(scheme: Scheme) -> bool:

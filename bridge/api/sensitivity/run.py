@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from bridge.api import request
-from bridge.api.sensitivity.block import block_costs
-from bridge.api.sensitivity.candidates import Destination, check_recipe
+from bridge.api.sensitivity.candidates import Destination
 from bridge.api.sensitivity.choose import Divergence, Pick, choose
 from bridge.api.sensitivity.divergence import has_head
-from bridge.api.sensitivity.job import Job, make_job
-from bridge.api.sensitivity.measure import Costs, costs, make_bench
+from bridge.api.sensitivity.job import Job, Question, make_job
+from bridge.api.sensitivity.measure import Costs, block_costs, costs, make_bench
 from bridge.api.sensitivity.memory import room_for
-from bridge.api.sensitivity.recipe import recipe, recipe_base
+from bridge.api.sensitivity.recipe import check_recipe, recipe, recipe_base
 from bridge.api.sensitivity.result import METHODS, NATS, Choice, InFormat, Layer, Sensitivity, Whole
 from bridge.api.sensitivity.units import Unit
 from bridge.api.words import TargetOptions
@@ -27,6 +26,7 @@ from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.text import byte_count, size
 from bridge.core.version import installed
 from bridge.quant.schemes.recipe import NONE
+from bridge.sources.opening import open_source
 
 
 @shows_progress
@@ -92,7 +92,8 @@ def sensitivity(
         raise UsageError('samples="auto" is for calibrate and convert; sensitivity measures on held-out rows: a number')
     limit = None if memory is None else byte_count(memory, "memory=")
     place = Destination(target or "", dict(options), runtime)
-    job = make_job(model, quant, budget, fallback, method, kv, config, tokenizer, place)
+    question = Question(quant, kv, method, budget, fallback)
+    job = make_job(open_source(model, config, tokenizer), question, place)
     prepared = request.data_of(job.source, data, Sampling(samples, sequence, field))
     return measured(job, prepared, device, callback_of(progress), limit)
 

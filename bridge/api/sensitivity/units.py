@@ -14,6 +14,7 @@ from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SchemeError
 from bridge.core.text import fold_layers
 from bridge.core.values import Format, Site, Structure, TensorSpec
+from bridge.planning.plan import Plan, Step
 from bridge.quant.schemes.scheme import Scheme
 
 
@@ -21,7 +22,7 @@ from bridge.quant.schemes.scheme import Scheme
 class Unit:
     """Sites with the same format. `bytes` is in `formats`, `plain` as in the checkpoint.
 
-    `bytes` is of codes and scales alone until a plan tells what a target writes (`written.counted`).
+    `bytes` is of codes and scales alone until a plan tells what a target writes (`written_bytes`).
     """
 
     name: str
@@ -129,3 +130,25 @@ def _quantized_bytes(form: Format, spec: TensorSpec, site: Site) -> int:
     global_scales = first.two_level + len(form.weight) - 1  # one per matrix
     nbytes = (out * columns * DTYPES[first.dtype].bits + 7) // 8
     return stacked * (nbytes + scales * DTYPES[first.scale_dtype].bits // 8 + 4 * global_scales)
+
+
+def written_bytes(plan: Plan, structure: Structure, units: Iterable[Unit]) -> dict[str, int]:
+    """Bytes by unit: codes, scales, pre-scales and what else its matrices become; 0 where a tied one is not written."""
+    units = tuple(units)
+    at = {
+        (site.module, structure.tied.get(site.weight, site.weight)): unit.name for unit in units for site in unit.sites
+    }
+    # a step of an unquantized matrix may name no module; a tied head has no tensor of its own
+    alone = {source: unit for (module, source), unit in at.items() if f"{module}.weight" not in structure.tied}
+    found = dict.fromkeys((unit.name for unit in units), 0)
+    for step in plan.steps:
+        for unit in _owners(step, at, alone):
+            found[unit] += step.nbytes
+    return found
+
+
+def _owners(step: Step, at: Mapping[tuple[str, str], str], alone: Mapping[str, str]) -> set[str]:
+    """The unit of a step's matrices, which are joined only within one; empty for any other step."""
+    own = step.site.module if step.site else ""
+    found = (at.get((part.module or own, part.source)) or alone.get(part.source) for part in step.inputs)
+    return {unit for unit in found if unit}

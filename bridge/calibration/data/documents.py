@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bridge.core.addresses import check_length
 from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.parsing.limited import parse_json
-from bridge.core.places import check_length
 
 CHARACTERS = 4 << 20  # of a text file; rows are spread over these, so that a corpus is not read whole
 _DEFAULT = Path(__file__).parent / "default_text.txt"

@@ -21,7 +21,7 @@ def prompted(data: Any, source: Source, sampling: Sampling) -> Data:
     """Run the pipeline of `source` on prompts (None: the embedded ones) and take its denoiser's inputs as batches."""
     from bridge.sources.live_models.prompts import PROMPTS, STEPS, recorded
 
-    if not getattr(source, "folder", ""):
+    if not source.folder:
         why = f"{source.config['architectures'][0]} alone takes no prompts; give the directory of its pipeline, or "
         missing = f"{why}batches of its inputs in Python: data=[{{'hidden_states': ..., 'timestep': ...}}, ...]"
         if data is None:

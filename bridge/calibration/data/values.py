@@ -10,13 +10,13 @@ from bridge.calibration.data.documents import CHARACTERS
 from bridge.core.errors import UsageError
 
 # On a 22 M encoder three times as many samples changed embeddings by less than 0.001: FP8 0.9979 both times, INT8
-# (alpha 0.7) 0.9953 to 0.9947. `bridge.calibration.amount` has what algorithms need beyond it.
+# (alpha 0.7) 0.9953 to 0.9947. `bridge.calibration.requirements` has what algorithms need beyond it.
 SAMPLES = 32
 SEQUENCE = 128  # a wrong RoPE permute shows after some twenty positions, so held-out rows must be longer
 AUTO = "auto"  # `samples`: see `bridge.calibration.automatic`
 MOST_SAMPLES = 512  # rows that "auto" chooses at most
 PROMPTED = 8  # prompts that calibrate a denoiser, which sees each of them at every step
-FP32 = "fp32"  # `compute`: see `bridge.calibration.compute`
+FP32 = "fp32"  # `compute`: see `bridge.calibration.requirements`
 HELD_OUT = 8  # one row is held out for every so many that calibrate
 BATCH = 8
 

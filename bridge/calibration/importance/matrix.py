@@ -14,72 +14,58 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bridge.calibration.data import Data
-from bridge.calibration.expert_tokens import ExpertTokens
+from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import copy_modules, loop_over, provenance_of
 from bridge.calibration.policies import Measured, settle_importance
 from bridge.calibration.quantizers import QuantizerBinding, bind
 from bridge.calibration.reference_outputs import answer_of, held_out_of, refusal
 from bridge.calibration.requirements import check_device
+from bridge.calibration.statistics import ExpertTokens
 from bridge.calibration.walk.states import Spill
 from bridge.core.errors import CalibrationError
-from bridge.core.progress import Progress, no_progress
 from bridge.core.text import fold_layers
-from bridge.core.values import Structure
 from bridge.quant.calibration import Calibration, HeldOut
-from bridge.quant.schemes.scheme import Scheme
-from bridge.sources.source import Source
 
 ROWS = 1024  # of an input that are squared at once in float64
 
 
 def measure_importance(
-    source: Source,
-    structure: Structure,
-    scheme: Scheme,
-    data: Data,
-    *,
-    device: str | None = None,
-    progress: Progress = no_progress,
-    needed: Collection[str] | None = None,
-    beside: Calibration | None = None,
-    by_blocks: bool = False,
-    spill: Spill | None = None,
+    job: CalibrationJob, added_to: Calibration | None = None, by_blocks: bool = False, spill: Spill | None = None
 ) -> Calibration:
-    """Run the model of `source` and return the mean square of the input of every site with a weighted format.
+    """Run the model and return the mean square of the input of every site with a weighted format.
 
-    `needed`: modules that will be quantized, None for all. `beside`: other statistics of the same model and data, which
-    are returned too. `by_blocks`: with one block of the model in memory at a time, and activations in `spill`. The
-    model is not changed.
+    `added_to`: other statistics of the same model and data, which are returned too. `by_blocks`: with one block of the
+    model in memory at a time, and activations in `spill`. The model is not changed.
 
     Raises:
         CalibrationError: there are no data, the model cannot be run on them, or a statistic cannot be used.
     """
-    check_device(scheme, device)
+    source, scheme, data = job.source, job.scheme, job.data
+    check_device(scheme, job.device)
     if not data.batches and data.forward_loop is None:
         raise CalibrationError(f"scheme {scheme.name} needs statistics of activations: {data.missing}")
     from bridge.sources.live_models.checkpoint_names import live_names, tied_names
 
-    scheme, model = scheme.bound(structure.sites), source.load_skeleton() if by_blocks else source.load_model()
-    formats = {site.module: form for site in structure.sites if (form := scheme.format_of(site))}
-    weighted = [s for s in structure.sites if getattr(formats[s.module], "weighted", False) and s.layout != "conv"]
+    model, sites = source.load_skeleton() if by_blocks else source.load_model(), job.structure.sites
+    formats = {site.module: form for site in sites if (form := scheme.format_of(site))}
+    weighted = [s for s in sites if getattr(formats[s.module], "weighted", False) and s.layout != "conv"]
     bindings = bind(weighted, formats, live_names(model, source.specs), tied_names(model))
     watch, held = InputSquares(bindings), None
     if by_blocks:
         from bridge.calibration.walk.run import watch_by_blocks
 
-        seen = data if beside is None else replace(data, held_out=())
-        model, answers = watch_by_blocks(source, structure, scheme, seen, device, progress, watch, spill)
+        seen = data if added_to is None else replace(data, held_out=())
+        model, answers = watch_by_blocks(replace(job, data=seen), watch, spill)
         held = held_out_of(data.held_out, answers, None) if seen.held_out else None
     else:
         copied = copy_modules(model)
-        copied = copied if device is None else copied.to(device)
+        copied = copied if job.device is None else copied.to(job.device)
         watch.prepare(copied)
-        watch.over(loop_over(data, model, progress))(copied)
-    squares, applied = settle_importance(watch.measured(model), scheme.policies, needed)
-    if beside is not None:
-        return replace(beside, input_square=squares, applied=(*beside.applied, *applied))
-    used = ("qbridge", "torch", "transformers")
-    provenance = provenance_of(source, structure, scheme, data, model, used)
+        watch.over(loop_over(data, model, job.progress))(copied)
+    squares, applied = settle_importance(watch.measured(model), scheme.policies, job.needed)
+    if added_to is not None:
+        return replace(added_to, input_square=squares, applied=(*added_to.applied, *applied))
+    provenance = provenance_of(job, model, ("qbridge", "torch", "transformers"))
     held = held if by_blocks else _held_out(model, data)
     return Calibration(provenance, input_square=squares, expert_tokens=watch.tokens, applied=applied, held_out=held)
 

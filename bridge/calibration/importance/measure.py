@@ -10,19 +10,21 @@ import numpy as np
 
 from bridge.calibration.data import BATCH, Data
 from bridge.calibration.importance.amount import TOKENS
+from bridge.calibration.job import CalibrationJob
 from bridge.calibration.walk.budget import tokens_of
 from bridge.core.errors import CalibrationError
 from bridge.core.progress import Progress, no_progress
 from bridge.core.values import Structure
-from bridge.sources.pruned.kept import At
+from bridge.sources.pruned.kept import At, Repaired
 from bridge.sources.pruned.opening import Cut
-from bridge.sources.pruned.repaired import Repaired
 from bridge.sources.pruned.scores import check_finite
 from bridge.sources.pruned.sparse import Sparse
 from bridge.sources.source import Source
 
 if TYPE_CHECKING:
     from bridge.calibration.importance.sparsifier import Sparsifier
+    from bridge.calibration.reference_outputs import Answers
+    from bridge.calibration.walk.options import Watch
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,6 @@ def measure_scores(
     from bridge.calibration.importance.scorer import Scorer
     from bridge.calibration.importance.watch import ScoreWatch
     from bridge.calibration.modelopt import import_frameworks
-    from bridge.calibration.walk.run import watch_by_blocks
-    from bridge.quant.schemes.load import load_scheme
     from bridge.sources.live_models.checkpoint_names import live_names
 
     import_frameworks(with_modelopt=False)
@@ -72,8 +72,7 @@ def measure_scores(
     norms = norms_of(cut, origins) if "hidden" in cut.dims else ()
     layers = layers_of(cut, origins) if "layers" in cut.dims else {}
     watch = ScoreWatch(readers_of(cut, origins), norms, layers, repair, scorer.settle)
-    plain = load_scheme("int8_wo").bound(structure.sites)
-    _, answers = watch_by_blocks(cut.source, structure, plain, data, device, progress, watch)
+    answers = _watched(cut.source, structure, data, watch, device, progress)
     scores = scorer.scores(watch)
     check_finite(scores)
     return Measured(scores, scorer.repaired, tuple(scorer.thin), answers.perplexity)
@@ -101,41 +100,47 @@ def measure_zeros(
     from bridge.calibration.importance.sparsifier import Sparsifier
     from bridge.calibration.importance.watch import ScoreWatch
     from bridge.calibration.modelopt import import_frameworks
-    from bridge.calibration.walk.run import watch_by_blocks
-    from bridge.quant.schemes.load import load_scheme
     from bridge.sources.live_models.checkpoint_names import live_names
 
     import_frameworks(with_modelopt=False)
     readers = linears_of(cut, sparse.axes, live_names(cut.source.load_skeleton(), cut.source.specs))
     made = Sparsifier(sparse.method, cut.before.get("experts", 1))
     watch = ScoreWatch(readers, (), {}, sparse.method == "sparsegpt", made.settle)
-    plain = load_scheme("int8_wo").bound(structure.sites)
-    _, answers = watch_by_blocks(cut.source, structure, plain, data, device, progress, watch)
+    answers = _watched(cut.source, structure, data, watch, device, progress)
     return made, answers.perplexity
 
 
 def perplexity_of(source: Source, structure: Structure, data: Data, device: str | None) -> float | None:
     """Run the held-out inputs through a model block by block; None if it predicts no next token."""
     from bridge.calibration.importance.watch import ScoreWatch
-    from bridge.calibration.walk.run import watch_by_blocks
-    from bridge.quant.schemes.load import load_scheme
 
     watch = ScoreWatch((), (), {}, False, lambda *_: None)
-    plain = load_scheme("int8_wo").bound(structure.sites)
-    _, answers = watch_by_blocks(source, structure, plain, replace(data, batches=()), device, no_progress, watch)
-    return answers.perplexity
+    return _watched(source, structure, replace(data, batches=()), watch, device).perplexity
 
 
 def check_blocks_finite(source: Source, structure: Structure, data: Data, device: str | None) -> None:
     """Run the held-out inputs through every block; CalibrationError names the module that makes NaN of them."""
     from bridge.calibration.importance.watch import BareWatch
-    from bridge.calibration.walk.run import watch_by_blocks
-    from bridge.quant.schemes.load import load_scheme
 
     named = source.load_skeleton().named_modules()
     watch = BareWatch({name for name, module in named if name and [*module.parameters(recurse=False)]})
-    plain, looked = load_scheme("int8_wo").bound(structure.sites), replace(data, batches=data.held_out, held_out=())
-    watch_by_blocks(source, structure, plain, looked, device, no_progress, watch)
+    _watched(source, structure, replace(data, batches=data.held_out, held_out=()), watch, device)
+
+
+def _watched(
+    source: Source,
+    structure: Structure,
+    data: Data,
+    watch: Watch,
+    device: str | None,
+    progress: Progress = no_progress,
+) -> Answers:
+    """Run the data through the unquantized model, block by block; the scheme has no part in what is watched."""
+    from bridge.calibration.walk.run import watch_by_blocks
+    from bridge.quant.schemes.load import load_scheme
+
+    job = CalibrationJob(source, structure, load_scheme("int8_wo"), data, device, progress)
+    return watch_by_blocks(job, watch)[1]
 
 
 def check_enough(cut: Cut, data: Data, parts: int = 1) -> None:

@@ -14,10 +14,9 @@ from bridge.calibration.importance.sums import Channels, minitron_scores, output
 from bridge.calibration.importance.watch import ScoreWatch
 from bridge.core.files.matrices import AppendedFile
 from bridge.sources.pruned.choose import choose
-from bridge.sources.pruned.kept import At
+from bridge.sources.pruned.kept import At, Repaired
 from bridge.sources.pruned.opening import Cut
-from bridge.sources.pruned.repaired import Repaired
-from bridge.tables.expressions.picks import Positions, kept_positions
+from bridge.tables.expressions.selected_positions import Positions, kept_positions
 
 
 class Scorer:

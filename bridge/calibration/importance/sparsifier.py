@@ -13,7 +13,7 @@ from bridge.calibration.importance.sparsegpt import sparsified
 from bridge.calibration.importance.sums import Channels
 from bridge.core.errors import CalibrationError
 from bridge.core.files.matrices import AppendedFile
-from bridge.sources.pruned.repaired import Repaired
+from bridge.sources.pruned.kept import Repaired
 
 
 class Sparsifier:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge.tables.expressions.picks import Positions
+from bridge.tables.expressions.selected_positions import Positions
 
 RIDGE = 1e-3  # of the mean of G's diagonal, added to it
 

@@ -41,7 +41,7 @@ class BareWatch:
 
 
 class ScoreWatch:
-    """Sums over the run of a model, by matrix, norm and layer; see `bridge.calibration.walk.gauge.Watch`.
+    """Sums over the run of a model, by matrix, norm and layer; see `bridge.calibration.walk.options.Watch`.
 
     `settle` gets a matrix with its sums and its live weight [out, in] as soon as no more data pass it, so that a Gram
     matrix (`gram`) lives no longer than its block. Positions that the attention mask leaves out do not count.

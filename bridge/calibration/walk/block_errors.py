@@ -16,17 +16,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from bridge.calibration.data import Data
+from bridge.calibration.job import CalibrationJob
 from bridge.calibration.quantizers import QuantizerBinding
 from bridge.calibration.reference_outputs import CHUNK, kl, unpadded
 from bridge.calibration.statistics import FakeModel, settle_statistics
-from bridge.calibration.walk.gauge import Options
+from bridge.calibration.walk.options import Options
+from bridge.calibration.walk.run import Walk
 from bridge.calibration.walk.toggles import Toggles, own_weights
-from bridge.calibration.walk.walk import Walk
-from bridge.core.progress import Progress
-from bridge.core.values import Structure
-from bridge.quant.schemes.scheme import Scheme
-from bridge.sources.source import Source
 
 ALL = ""  # in place of a unit's name: all units of a block together, KV cache included
 
@@ -60,16 +56,7 @@ class BlockErrors:
         return BlockError(math.fsum(error.error for error in found), least) if found else None
 
 
-def measure_block_errors(
-    source: Source,
-    structure: Structure,
-    scheme: Scheme,
-    data: Data,
-    units: Mapping[str, Sequence[str]],
-    device: str | None,
-    report: Progress,
-    ahead: bool = False,
-) -> BlockErrors:
+def measure_block_errors(job: CalibrationJob, units: Mapping[str, Sequence[str]], ahead: bool = False) -> BlockErrors:
     """Calibrate block by block, and measure each block on the held-out inputs. `units`: name -> checkpoint modules.
 
     `ahead`: read the next block while one runs: memory holds two.
@@ -77,15 +64,16 @@ def measure_block_errors(
     Raises:
         CalibrationError: the model cannot be cut into blocks, or a statistic cannot be used.
     """
-    scheme, gauge = scheme.bound(structure.sites), BlockGauge(units)
+    probe = BlockProbe(units)
     with torch.no_grad():
-        walk = Walk(source, structure, scheme, data, device or "cpu", report, Options(ahead, gauge=gauge))
+        walk = Walk(job, Options(ahead, probe=probe))
         walk.run()
-    settle_statistics(walk.seen, walk.bindings, walk.attention.values(), scheme, source.specs)
-    return gauge.measured
+    attention = walk.model.attention.values()
+    settle_statistics(walk.seen, walk.model.bindings, attention, job.scheme, job.source.specs)
+    return probe.measured
 
 
-class BlockGauge:
+class BlockProbe:
     """Runs the units of each block alone, after ModelOpt has calibrated the block."""
 
     def __init__(self, units: Mapping[str, Sequence[str]]) -> None:

@@ -16,9 +16,9 @@ from bridge.calibration.algorithms.sizes import (
     matrices_of,
     widest,
 )
-from bridge.calibration.amount import sampling_for
 from bridge.calibration.data import BATCH, DEFAULT, HELD_OUT, SEQUENCE, Data, Sampling
 from bridge.calibration.quantizers import known_formats
+from bridge.calibration.requirements import sampling_for
 from bridge.calibration.schedule import schedule_of
 from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import CalibrationError, UsageError
@@ -93,7 +93,7 @@ class Need:
     `states`: activations between blocks, part of `blocks`; with them in files it takes `in_files`. `by_expert` and
     `by_expert_in_files`: the same with a layer's experts one by one, where `part` is the largest; as by blocks without.
     `codes`: of the codes and scales that are chosen, which a run by blocks keeps in a file; part of `whole`.
-    `parked`: of the states, what a device leaves to the memory of its host while it waits.
+    `offloaded`: of the states, what a device leaves to the memory of its host while it waits.
     """
 
     whole: int
@@ -107,7 +107,7 @@ class Need:
     part: str
     part_bytes: int
     codes: int = 0
-    parked: int = 0
+    offloaded: int = 0
 
     def share(self, budget: int) -> int:
         """Return how many bytes of the activations stay in memory, if a budget is at least `least`."""
@@ -142,7 +142,7 @@ class Need:
     @property
     def on_device(self) -> Need:
         """The same on a device, where waiting activations have no files."""
-        if self.parked:
+        if self.offloaded:
             return replace(self, blocks=self.in_files, by_expert=self.by_expert_in_files)
         return replace(self, in_files=self.blocks, by_expert_in_files=self.by_expert)
 
@@ -204,8 +204,10 @@ def calibration_need(
     by_expert, least = (
         int(SLACK * (parts[part] + held + paused) + losses * parts[part]) + rest for held in (states, running)
     )
-    parked = states if tokens.batch * width * item >= STAYS else 0
-    made = Need(whole, blocks, name, sizes[name], states, in_files, by_expert, least, part, parts[part], codes, parked)
+    offloaded = states if tokens.batch * width * item >= STAYS else 0
+    made = Need(
+        whole, blocks, name, sizes[name], states, in_files, by_expert, least, part, parts[part], codes, offloaded
+    )
     # an importance matrix is collected from whole layers, as are clips and codes
     looks = any(form.weighted or form.clipped or form.chosen for form in scheme.formats)
     return made if least < in_files and not looks else made.uncut

@@ -15,8 +15,8 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from bridge.calibration.walk.blocks import Block
-from bridge.calibration.walk.gauge import Watch
-from bridge.calibration.walk.parked import Parked
+from bridge.calibration.walk.offloaded import Offloaded
+from bridge.calibration.walk.options import Watch
 from bridge.core.errors import CalibrationError
 
 REMEDY = (
@@ -94,20 +94,20 @@ class Forward:
 
 
 class Batch:
-    """A batch, its forward, and what the last block put out for it; `parked`: its activations while it waits."""
+    """A batch, its forward, and what the last block put out for it; `offloaded`: its activations while it waits."""
 
     def __init__(
-        self, at: int, inputs: Mapping[str, Any], run: Callable[[Mapping[str, Any]], Any], parked: Parked
+        self, at: int, inputs: Mapping[str, Any], run: Callable[[Mapping[str, Any]], Any], offloaded: Offloaded
     ) -> None:
-        self.at, self.inputs, self.parked = at, inputs, parked
+        self.at, self.inputs, self.offloaded = at, inputs, offloaded
         self.output: Any = None  # of the last block
         self.forward = Forward(partial(run, inputs))
 
 
 def outputs_of(waiting: Iterable[Batch], module: Any, watch: Watch | None = None) -> Iterator[tuple[Batch, Any]]:
-    """Run a block for each batch that waits at it; `watch` is told of which."""
+    """Run a block for each batch that waits at it; `watch` sees its inputs before."""
     for batch in waiting:
-        batch.parked.fetch()
+        batch.offloaded.restore()
         if watch:
             watch.begin(batch.inputs)
         yield batch, module(*batch.forward.args, **batch.forward.kwargs)

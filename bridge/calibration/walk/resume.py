@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -19,13 +19,18 @@ from typing import Any
 
 import torch
 
-from bridge.calibration.data import Data
-from bridge.calibration.statistics import KINDS, MATRICES, Statistics
+from bridge.calibration.job import CalibrationJob
+from bridge.calibration.statistics import KINDS, MATRICES, Statistics, merge
 from bridge.calibration.walk.blocks import Block
+from bridge.calibration.walk.forwards import outputs_of
+from bridge.calibration.walk.model import WalkModel
+from bridge.calibration.walk.offloaded import to_device
 from bridge.calibration.walk.states import written
+from bridge.calibration.walk.streams import Streams
+from bridge.calibration.walk.weights import drop
 from bridge.calibration.walk.workers.processes import Workers
 from bridge.core.dtypes import DTYPES
-from bridge.core.errors import BridgeError
+from bridge.core.errors import BridgeError, warn
 from bridge.core.files.matrices import AppendedFile, FileMatrix
 from bridge.core.formats.safetensors import SafetensorsFile, file_bytes, layout
 from bridge.core.output.directory import Work, partial_directory
@@ -33,47 +38,137 @@ from bridge.core.output.journal import begin
 from bridge.core.output.temporary import write_whole
 from bridge.core.values import TensorSpec
 from bridge.core.version import __version__, installed
-from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.live_models.loading import as_tensor
-from bridge.sources.source import Source
 
 PIECE = 16 << 20  # bytes of codes that are read at once
 _PLAIN = (bool, int, float, str, type(None))
+# reading what was kept failed, or the model did not take it
+_DAMAGED = (BridgeError, OSError, KeyError, ValueError, RuntimeError, TypeError, IndexError)
 
 
 class _CannotKeep(Exception):
     """A value between blocks that has no form on disk."""
 
 
-def identity_of(source: Source, scheme: Scheme, data: Data, device: str, workers: Workers | None = None) -> str:
+def identity_of(job: CalibrationJob) -> str:
     """Return the digest of all that decides the activations and statistics of a walk."""
     versions = [installed(name) for name in ("nvidia-modelopt", "torch", "transformers")]
     held = hashlib.sha256()
-    for part in _content([dict(sorted(batch.items())) for batch in data.held_out]):
+    for part in _content([dict(sorted(batch.items())) for batch in job.data.held_out]):
         held.update(part)
     parts = (
         __version__,
-        source.fingerprint,
-        scheme.digest,
-        data.digest,
+        job.source.fingerprint,
+        job.scheme.digest,
+        job.data.digest,
         held.hexdigest(),
-        getattr(source, "runs_in", ""),
+        job.source.runs_in,
         versions,
         torch.get_num_threads(),
-        device,
-        *((workers.rank, workers.size) if workers else ()),
+        job.device or "cpu",
+        *((job.workers.rank, job.workers.size) if job.workers else ()),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @contextmanager
-def kept(directory: Path | None, identity: str) -> Iterator[Partial | None]:
-    """Yield what an unfinished walk left in `directory`; None without a directory."""
-    if directory is None:
+def unfinished(job: CalibrationJob) -> Iterator[Partial | None]:
+    """Yield what an unfinished walk of the same job left in its directory `partial`; None without one."""
+    if job.partial is None:
         yield None
         return
-    with partial_directory(directory, identity) as work:
+    with partial_directory(job.partial, identity_of(job)) as work:
         yield Partial(work)
+
+
+class WalkJournal:
+    """Continues a walk after the blocks that an earlier run finished, and keeps those that this one finishes.
+
+    `partial`: where; None keeps nothing but the codes that blocks choose, in a file without a name.
+    """
+
+    def __init__(self, partial: Partial | None, model: WalkModel, streams: Streams, workers: Workers | None) -> None:
+        self._partial, self._model, self._streams, self._workers = partial, model, streams, workers
+        self._codes: AppendedFile | None = None
+
+    def resume(self, seen: Statistics, visited: set[Block]) -> bool:
+        """Add what an earlier run finished to `seen` and `visited`.
+
+        False if the walk, here or in another process, must start again.
+        """
+        partial = self._partial
+        if partial is None:
+            return True
+        least = min(self._workers.agree(len(partial.blocks))) if self._workers else len(partial.blocks)
+        resumed = partial.back_to(least) and (not partial.blocks or self._resumed(partial, seen, visited))
+        resumed = all(self._workers.agree(resumed)) if self._workers else resumed
+        if resumed and partial.blocks:
+            done, last = len(partial.blocks), partial.blocks[-1]
+            warn(f"the calibration continues after block {done} of {len(self._model.blocks)}, {last}")
+        return resumed
+
+    def _resumed(self, partial: Partial, seen: Statistics, visited: set[Block]) -> bool:
+        """Let the forwards pass the blocks that an earlier run finished; False if they then wait with other inputs."""
+        finished = {block for block in self._model.blocks if block.name in partial.blocks}
+        try:
+            self._pass_over(finished, partial)
+            for one in partial.statistics():
+                merge(seen, one)
+        except _DAMAGED:
+            return False
+        visited |= finished
+        self._streams.skip(finished)
+        return self._digest() == partial.next
+
+    def _pass_over(self, finished: Set[Block], partial: Partial) -> None:
+        """Look up what embeddings put out; for other blocks stands what the last of them put out."""
+        model, streams = self._model, self._streams
+        looked_up = {b for b in finished if b.name != partial.blocks[-1] and model.plain.is_embedding(b)}
+        while waiting := [b for batch in streams.all if (b := batch.forward.block) in finished and b]:
+            block = min(waiting, key=lambda block: block.order)
+            if block in looked_up:
+                modules = model.read_again(block)
+                for batch, output in outputs_of(streams.waiting(streams.all, block), model.plain.modules[block.name]):
+                    streams.go_on(batch, output)
+                drop(modules)
+                continue
+            for at, batch in enumerate(streams.all):
+                if batch.forward.block is block:
+                    output = to_device(partial.output(at), model.device)
+                    while batch.forward.block in finished - looked_up:
+                        streams.go_on(batch, output)
+
+    def keep(self, block: Block, seen: Statistics) -> None:
+        """Write what a block gave, for a run that continues after this one was killed."""
+        streams = self._streams
+        if self._partial is None or any(batch.forward.block is None for batch in streams.all):
+            return  # after the last block little is left to do
+        digest, outputs = self._digest(), [batch.output for batch in streams.all]
+        if not digest or not self._partial.keep(block, seen, outputs, digest, streams.release):
+            self._partial = None  # the blocks before this one are kept
+            streams.keeps_outputs = False
+
+    def keep_codes(self, chosen: Statistics, seen: Statistics) -> None:
+        """Write the codes and scales that a block chose to a file, and add their places to `seen`."""
+        with written(self._partial.directory if self._partial else None, "chosen codes"):
+            if self._codes is None and any(chosen[kind] for kind in MATRICES):
+                self._codes = self._partial.codes if self._partial else AppendedFile()
+            for kind in MATRICES:
+                seen[kind] |= {module: self._codes.append(m) for module, m in chosen[kind].items() if self._codes}
+
+    def _digest(self) -> str:
+        """Return a digest of where forwards wait and what they hand to the block; "" if a value has none."""
+        digest = hashlib.sha256()
+        try:
+            for forward in (batch.forward for batch in self._streams.all):
+                if forward.block:
+                    digest.update(forward.block.name.encode())
+                    for part in _content((forward.args, forward.kwargs)):
+                        digest.update(part)
+                    self._streams.release(forward.args, forward.kwargs)
+        except _CannotKeep:
+            return ""
+        return digest.hexdigest()
 
 
 class Partial:
@@ -151,7 +246,7 @@ class Partial:
         write_whole(self._statistics(len(self.blocks)), statistics)
         _write(self.directory / states, tensors, {"outputs": shapes}, release)
         told: dict[str, Any] = {"states": states, "next": digest, "statistics": hashlib.sha256(statistics).hexdigest()}
-        told |= {"codes": places, "chosen": _digest(codes.values())} if places else {}
+        told |= {"codes": places, "chosen": _codes_digest(codes.values())} if places else {}
         self._work.mark(block.name, told)
         self.blocks.append(block.name)
         self._placed.append(places)
@@ -172,7 +267,7 @@ class Partial:
                 kind, _, module = name.partition("/")
                 seen[kind][module] = file.read(name)
             codes = {name: self.codes.matrix(at, tuple(shape)) for name, (at, *shape) in self._placed[number].items()}
-            if codes and _digest(codes.values()) != self._work.done[block]["chosen"]:
+            if codes and _codes_digest(codes.values()) != self._work.done[block]["chosen"]:
                 raise ValueError(f"codes of {block} have changed")
             for name, matrix in codes.items():
                 kind, _, module = name.partition("/")
@@ -195,30 +290,12 @@ class Partial:
         return file, json.loads(file.header.metadata["outputs"])
 
 
-def _digest(matrices: Iterable[FileMatrix]) -> str:
+def _codes_digest(matrices: Iterable[FileMatrix]) -> str:
     digest = hashlib.sha256()
     for matrix in matrices:
         step = max(1, PIECE // max(1, matrix.shape[1]))
         for row in range(0, matrix.shape[0], step):
             digest.update(matrix[row : row + step].data)
-    return digest.hexdigest()
-
-
-def damaged(error: Exception) -> bool:
-    """Whether reading what was kept failed, or the model did not take it."""
-    return isinstance(error, BridgeError | OSError | KeyError | ValueError | RuntimeError | TypeError | IndexError)
-
-
-def digest_of(waiting: Iterable[tuple[Block, tuple[Any, ...], Mapping[str, Any]]]) -> str:
-    """Return a digest of where forwards wait and what they hand to the block; "" if that cannot be told."""
-    digest = hashlib.sha256()
-    try:
-        for block, args, kwargs in waiting:
-            digest.update(block.name.encode())
-            for part in _content((args, kwargs)):
-                digest.update(part)
-    except _CannotKeep:
-        return ""
     return digest.hexdigest()
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, overload
 
+from bridge.core.aligned_buffers import aligned_empty
 from bridge.core.arrays import np
 from bridge.core.errors import SourceError
-from bridge.core.pages import paged
 
 ReadRows = Callable[[int, int], "np.ndarray"]
 
@@ -91,7 +91,7 @@ class AppendedFile:
         """Return a matrix that was appended at `offset`."""
 
         def read(begin: int, end: int) -> np.ndarray:
-            out = paged((end - begin, shape[1]), np.uint8)
+            out = aligned_empty((end - begin, shape[1]), np.uint8)
             self._read_into(out.reshape(-1).data, offset + begin * shape[1])
             return out
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from bridge.core.aligned_buffers import aligned_empty
 from bridge.core.arrays import np
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.files.handles import read_into
 from bridge.core.files.span import span_of
-from bridge.core.pages import paged
 from bridge.core.values import TensorSpec, shape_problem
 
 MAGIC = b"GGUF"
@@ -217,7 +217,7 @@ class GgufFile:
         spec = self.specs[name]
         dtype = DTYPES[spec.dtype]
         shape = spec.shape if dtype.block == 1 else (*spec.shape[:-1], dtype.nbytes(spec.shape[-1]))
-        out = paged((spec.nbytes,), np.uint8)
+        out = aligned_empty((spec.nbytes,), np.uint8)
         return self.read_bytes(name, 0, spec.nbytes, out).view(dtype.storage).reshape(shape)
 
     def read_bytes(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bridge.core.aligned_buffers import aligned_empty
 from bridge.core.arrays import np
 from bridge.core.dtypes import DTYPES, FROM_SAFETENSORS
 from bridge.core.errors import SourceError, located
@@ -21,7 +22,6 @@ from bridge.core.files.handles import HEAD, opened, read_at, read_into, refuse_p
 from bridge.core.files.matrices import FileMatrix, Matrix
 from bridge.core.files.span import Extent, row_order, span_of
 from bridge.core.formats.weight_file import WeightFile
-from bridge.core.pages import paged
 from bridge.core.parsing.limited import parse_json
 from bridge.core.text import described, first_of
 from bridge.core.values import TensorSpec, shape_problem
@@ -214,7 +214,7 @@ class SafetensorsFile(WeightFile):
     def read(self, name: str) -> np.ndarray:
         """Return the storage array of one tensor."""
         spec = self.specs[name]
-        out = paged(spec.shape, DTYPES[spec.dtype].storage)
+        out = aligned_empty(spec.shape, DTYPES[spec.dtype].storage)
         self._read(name, 0, out)
         return out
 
@@ -222,7 +222,7 @@ class SafetensorsFile(WeightFile):
         """Return rows `begin` to `end` along the first axis."""
         spec, _, nbytes = self.header.entries[name]
         if out is None:
-            out = paged((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
+            out = aligned_empty((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
         self._read(name, begin * (nbytes // spec.shape[0]) if begin else 0, out)
         return out
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge.core.aligned_buffers import aligned_empty
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.files.handles import read_into, refuse_pointer
@@ -24,7 +25,6 @@ from bridge.core.formats.torch_pickle import WEIGHTS, StoredTensor
 from bridge.core.formats.unpickle import MAX_PICKLE, Bounded, Storage, Table, load_bytes, load_stream, shown
 from bridge.core.formats.weight_file import WeightFile
 from bridge.core.formats.zip_directory import LOCAL, Ends, Member, read_directory
-from bridge.core.pages import paged
 from bridge.core.values import TensorSpec
 
 CHECKED = 1 << 20  # bytes of a checksum's step
@@ -89,7 +89,7 @@ class TorchFile(WeightFile):
     def read(self, name: str) -> np.ndarray:
         """Return the storage array of one tensor, in row order whatever its strides."""
         spec, extent, member = self.specs[name], self.extent(name), self._member(name)
-        flat = paged((spec.size,), DTYPES[spec.dtype].storage)
+        flat = aligned_empty((spec.size,), DTYPES[spec.dtype].storage)
         extent.read_flat(0, spec.size, flat)
         if not extent.is_row_order:
             self._check(name)
@@ -101,7 +101,7 @@ class TorchFile(WeightFile):
         """Return rows along the first axis; the first rows of a tensor check the checksum of all of it."""
         spec = self.specs[name]
         if out is None:
-            out = paged((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
+            out = aligned_empty((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
         if begin == 0 < end:
             self._check(name)
         row = math.prod(spec.shape[1:])

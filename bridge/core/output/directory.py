@@ -19,12 +19,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+from bridge.core.addresses import check_length
 from bridge.core.errors import UsageError, WriteError, disk_is_full, is_unreachable, reason
 from bridge.core.output.journal import begin, busy, left, lock, remove_unbegun, valid_lines, void
 from bridge.core.output.names import CALIBRATING, CALIBRATION, JOURNAL, MANIFEST
 from bridge.core.output.replace import check_free, make_visible, recover, reserved, work_directory
 from bridge.core.output.temporary import run_despite_signal
-from bridge.core.places import check_length
 from bridge.core.text import size
 
 # The end of a message on unfinished work that is kept, by whether the run resumes.

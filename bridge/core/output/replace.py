@@ -10,11 +10,11 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from bridge.core.addresses import check_length
 from bridge.core.errors import WriteError
 from bridge.core.output.journal import lock, read_record
 from bridge.core.output.names import JOURNAL, MANIFEST
 from bridge.core.output.temporary import run_despite_signal
-from bridge.core.places import check_length
 
 REPLACING = "pass overwrite=True (--overwrite)"  # how a caller replaces an output
 

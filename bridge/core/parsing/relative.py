@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bridge.core.addresses import is_remote
 from bridge.core.errors import UsageError
-from bridge.core.places import is_remote
 
 MAX_QUOTED = 200  # characters of a text that a message shows
 FILES = (".toml", ".nemo", ".txt", ".jsonl", ".json", ".md", ".csv", ".safetensors")  # suffixes that no hub id has

@@ -15,8 +15,8 @@ from functools import partial
 
 import numpy as np
 
+from bridge.core.aligned_buffers import aligned_empty
 from bridge.core.errors import SourceError
-from bridge.core.pages import paged
 from bridge.core.remote.readers import GIVEN_UP, POLL, result, start
 
 BLOCK = 8 << 20  # bytes of a request: 80 ms at 100 MB/s a connection, several times the latency of a request
@@ -89,7 +89,7 @@ class Blocks:
         coming = sum(not block.came.done() for block in self._blocks.values())
         if coming >= self._connections or not self._has_room(wanted):
             return None
-        data = paged((min(self._block, nbytes - begin),), np.uint8).data
+        data = aligned_empty((min(self._block, nbytes - begin),), np.uint8).data
         self._blocks[key] = block = _Block(data, start(partial(self._fetch, name, begin, data)))
         block.came.add_done_callback(partial(_notify, self._changed))
         return block

@@ -15,8 +15,8 @@ from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 import urllib3
 from urllib3.exceptions import HTTPError
 
+from bridge.core.addresses import WEB, shown, spelled
 from bridge.core.errors import SourceError
-from bridge.core.places import WEB, shown, spelled
 from bridge.core.remote.connections import Connections, MalformedError
 from bridge.core.remote.store import RemoteStat
 

@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from functools import partial
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
+from bridge.core.addresses import shown
 from bridge.core.errors import SourceError
 from bridge.core.output.names import CALIBRATION, MANIFEST
 from bridge.core.parsing.limited import parse_json
-from bridge.core.places import shown
 from bridge.core.remote.client import Client
 from bridge.core.remote.exchange import WEB_PAGE, WHOLE_FILES, Address, RefusedError
 from bridge.core.remote.readers import result, start

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from bridge.core.addresses import shown
 from bridge.core.errors import SourceError
-from bridge.core.places import shown
 from bridge.core.remote.client import Client
 from bridge.core.remote.exchange import Address
 from bridge.core.remote.http import WebStore

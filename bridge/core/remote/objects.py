@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from bridge.core.addresses import scheme_of, shown, store_of
 from bridge.core.errors import BridgeError, SourceError, UsageError, first_line
-from bridge.core.places import scheme_of, shown, store_of
 from bridge.core.remote.readers import GIVEN_UP, result, start
 from bridge.core.remote.store import RemoteStat, Store, check_names
 

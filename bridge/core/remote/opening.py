@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from bridge.core.places import checked, is_remote, scheme_of
+from bridge.core.addresses import checked, is_remote, scheme_of
 from bridge.core.remote.path import RemotePath, RemoteTree
 from bridge.core.remote.store import Store
 

@@ -16,11 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from bridge.core.addresses import checked, is_remote, scheme_of, shown, store_of
 from bridge.core.errors import BridgeError, UsageError, WriteError
 from bridge.core.output.names import JOURNAL, MANIFEST
 from bridge.core.output.replace import REPLACING, check_free
 from bridge.core.parsing.limited import parse_json
-from bridge.core.places import checked, is_remote, scheme_of, shown, store_of
 from bridge.core.progress import Progress
 from bridge.core.remote.objects import BUCKETS, Folder, folder, problem
 from bridge.core.remote.store import RemoteStat

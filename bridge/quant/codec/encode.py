@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from bridge._kernels.quotient import product, to_brain, to_half
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES, SEARCHED, to_float32
 from bridge.core.errors import SchemeError
-from bridge.core.pages import Buffers
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec import arrays, ggml, kquants
 from bridge.quant.codec.arrays import Array

@@ -8,6 +8,7 @@ from pathlib import Path
 from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import SchemeError, UsageError
 from bridge.core.mappings import find_table_file, mappings, shown, table_files
+from bridge.core.parsing.file_cache import cached_by_file
 from bridge.core.text import nearest
 from bridge.core.values import Format, Numeric
 from bridge.quant.schemes.grammar import (
@@ -101,6 +102,7 @@ def named_scheme(name: str) -> Scheme:
     raise UsageError(f"quant={name!r} is unknown; {nearest(name, [*scheme_names(), *aliases])}; {hint}")
 
 
+@cached_by_file
 def read_scheme(path: Path) -> Scheme:
     """Parse the scheme in `path`; SchemeError names the file and the key."""
     words = read_toml(path)

@@ -9,6 +9,7 @@ from typing import Any
 
 from bridge.core.dtypes import DTYPES, SEARCHED
 from bridge.core.errors import SchemeError
+from bridge.core.parsing.file_cache import cached_by_file, copy_parsed
 from bridge.core.parsing.limited import load_toml
 from bridge.core.text import nearest
 from bridge.core.values import FOUR_OVER_SIX, MAXBOUND, MSE, SEARCHES, Numeric
@@ -176,6 +177,12 @@ def check_keys(words: Any, known: set[str], where: str) -> None:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read TOML as data; SchemeError names the file and the line."""
+    words: dict[str, Any] = copy_parsed(_parsed(path))
+    return words
+
+
+@cached_by_file
+def _parsed(path: Path) -> dict[str, Any]:
     try:
         return load_toml(path)
     except (OSError, ValueError) as cause:

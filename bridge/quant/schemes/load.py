@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from bridge.core.addresses import check_local
 from bridge.core.errors import SchemeError, UsageError
 from bridge.core.mappings import mappings, shown, table_files
-from bridge.core.places import check_here
 from bridge.quant.schemes.catalog import kv_names, kv_numeric, named_scheme, read_scheme
 from bridge.quant.schemes.grammar import read_toml
 from bridge.quant.schemes.scheme import Scheme
@@ -45,7 +45,7 @@ def load_scheme(quant: str | Path | Scheme, kv: str | None = None) -> Scheme:
     """
     if not isinstance(quant, str | Path | Scheme):
         raise UsageError(f"quant takes a scheme's name, a recipe's path or a Scheme, not {type(quant).__name__}")
-    check_here(quant=quant)
+    check_local(quant=quant)
     if isinstance(quant, str) and quant.startswith(AUTO):
         budget, _, names = quant.removeprefix(AUTO).partition(":")
         raise UsageError(

@@ -24,9 +24,9 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from bridge.core.addresses import check_length
 from bridge.core.errors import SchemeError, UsageError
 from bridge.core.parsing.problems import ENOUGH, Problems
-from bridge.core.places import check_length
 from bridge.core.values import Numeric
 from bridge.quant.schemes.catalog import kv_numeric, named_scheme, read_scheme
 from bridge.quant.schemes.grammar import Gate, Gates, check_keys, parse_options, parse_parity, parse_policies, read_toml

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from bridge.core.text import listed
-from bridge.core.values import TensorSpec
 from bridge.sources.adapted.adapter import Adapter
 from bridge.sources.adapted.settings import CONFIG
-from bridge.sources.source import Source
+from bridge.sources.source import Source, Wrapped
 
 FOLDER = "adapter"
 
 
-class KeptSource:
+class KeptSource(Wrapped):
     """`base` as it is, with the adapter's files in a folder of their own."""
 
+    adapter_is_copied = True
+
     def __init__(self, base: Source, adapter: Adapter) -> None:
-        self.base, self.adapter = base, adapter
-        self.dialect, self.can_run = base.dialect, base.can_run
-        self.where, self.name = base.where, f"{base.name}-{adapter.name}"
-        self.root = getattr(base, "root", None)
-        self.config: Mapping[str, Any] = base.config
-        self.specs: Mapping[str, TensorSpec] = base.specs
-        self.dropped: Mapping[str, str] = base.dropped
+        super().__init__(base)
+        self.adapter: Adapter = adapter
+        self.name = f"{base.name}-{adapter.name}"
         self.quantized, self.calibration = base.quantized, base.calibration
 
     @property
     def note(self) -> str:
-        """What a plan says of it."""
+        """The adapter, its settings, and where its files go."""
         return f"adapter {self.adapter.where}: {self.adapter.settings.words}, kept in {FOLDER}/"
 
     @cached_property
@@ -57,28 +50,10 @@ class KeptSource:
             return f"{command} --enable-lora --max-lora-rank {rank} --lora-paths {at}"
         return ""
 
-    def read(self, name: str) -> np.ndarray:
-        return self.base.read(name)
-
-    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
-        return self.base.read_rows(name, begin, end, out)
-
-    def place(self, name: str) -> tuple[str, int]:
-        return self.base.place(name)
-
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the base's and of the adapter."""
         return hashlib.sha256(f"{self.base.fingerprint} beside {self.adapter.digest}".encode()).hexdigest()
-
-    def load_model(self) -> Any:
-        return self.base.load_model()
-
-    def load_skeleton(self) -> Any:
-        return self.base.load_skeleton()
-
-    def load_tokenizer(self) -> Any:
-        return self.base.load_tokenizer()
 
 
 def check_kept(adapter: Adapter) -> None:

@@ -13,41 +13,58 @@ from typing import Any
 import numpy as np
 
 from bridge.core.text import number
-from bridge.core.values import TensorSpec
 from bridge.sources.adapted.adapter import Adapter
-from bridge.sources.adapted.blocks import BLOCK, LEAST, blocks, by_rows
-from bridge.sources.adapted.match import Change
+from bridge.sources.adapted.match import Change, Delta
 from bridge.sources.live_models import loading
 from bridge.sources.side_files import TOKENIZER
-from bridge.sources.source import Source
+from bridge.sources.source import Source, Wrapped
+
+# Rows that are multiplied at once, at the same places whatever is read: a product of few rows has other last bits in
+# torch's matrix library than the same rows of a large one (seen up to 11 rows; from 64 on equal in 150 shapes).
+BLOCK, LEAST = 256, 64
+
+
+def blocks(rows: int) -> list[tuple[int, int]]:
+    """The ranges of rows that are multiplied at once; the last one takes what would be too few.
+
+    >>> blocks(300), blocks(330)
+    ([(0, 300)], [(0, 256), (256, 330)])
+    """
+    starts = list(range(0, rows, BLOCK))
+    if len(starts) > 1 and rows - starts[-1] < LEAST:
+        starts.pop()
+    return list(zip(starts, [*starts[1:], rows], strict=True))
+
+
+def by_rows(delta: Delta) -> bool:
+    """Whether a block of stored rows can be merged without the others: not where DoRA's norm goes over all rows."""
+    if delta.kind == "conv" or delta.part is not None:
+        return False
+    if delta.kind == "parameter":
+        return len(delta.shape) == 2
+    return not delta.magnitude or delta.kind == "linear"
+
 
 _PIECE_BYTES = 16 << 20  # of a stack of experts that are multiplied at once, in float32
 
 
-class AdaptedSource:
+class AdaptedSource(Wrapped):
     """`base` with `changes` of its tensors, merged row by row; no weight of it is read before it is asked for.
 
     `threads`: those that torch has in this process.
     """
 
-    quantized = None
-    calibration = None
-
     def __init__(self, base: Source, adapter: Adapter, changes: Mapping[str, Change], threads: int) -> None:
-        self.base, self.adapter, self.changes = base, adapter, changes
-        self._kept = threading.local()
+        super().__init__(base)
+        self.adapter: Adapter = adapter
+        self.changes = changes
+        self._blocks_read = threading.local()  # the last block of each thread
         self._threads = threads
-        self.dialect, self.can_run = base.dialect, base.can_run
-        self.where = f"{base.where} with {adapter.where}"
-        self.name = adapter.name
-        self.root = getattr(base, "root", None)
-        self.config: Mapping[str, Any] = base.config
-        self.specs: Mapping[str, TensorSpec] = base.specs
-        self.dropped: Mapping[str, str] = base.dropped
+        self.where, self.name = f"{base.where} with {adapter.where}", adapter.name
 
     @property
     def note(self) -> str:
-        """What a plan says of it."""
+        """The adapter, its settings, and how many tensors it changes."""
         counts = [
             (sum(1 for change in self.changes.values() if change.delta or change.bias), "merged into {}"),
             (sum(1 for change in self.changes.values() if change.replaced and not change.delta), "{} replaced"),
@@ -133,7 +150,7 @@ class AdaptedSource:
         """One block, or all rows; each thread keeps its last one, since rows are read a few at a time."""
         from bridge.sources.adapted.merge import merge_rows, merge_whole, one_thread
 
-        kept: tuple[tuple[str, int], np.ndarray] | None = getattr(self._kept, "block", None)
+        kept: tuple[tuple[str, int], np.ndarray] | None = getattr(self._blocks_read, "last", None)
         if kept and kept[0] == (name, first):
             return kept[1]
         assert change.delta
@@ -144,7 +161,7 @@ class AdaptedSource:
             else:
                 merge_rows(self._tensor(rows, name), self.adapter, change.delta, first, last)
         rows.flags.writeable = False
-        self._kept.block = ((name, first), rows)
+        self._blocks_read.last = ((name, first), rows)
         return rows
 
     def _experts(self, name: str, change: Change, begin: int, end: int) -> np.ndarray:
@@ -160,9 +177,6 @@ class AdaptedSource:
                 merge_experts(whole[first - begin : last - begin], self.adapter, change.delta, first, last)
         return rows
 
-    def place(self, name: str) -> tuple[str, int]:
-        return self.base.place(name)
-
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the base's and of the adapter."""
@@ -171,9 +185,6 @@ class AdaptedSource:
     def load_model(self) -> Any:
         """Build the merged `transformers` model from the same reads that are converted."""
         return loading.load_model(self)
-
-    def load_skeleton(self) -> Any:
-        return self.base.load_skeleton()
 
     def load_tokenizer(self) -> Any:
         """The adapter's if it has one, else the base's."""

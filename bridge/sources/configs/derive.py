@@ -16,11 +16,9 @@ from bridge.core.errors import SourceError
 from bridge.core.text import number
 from bridge.core.values import TensorSpec
 from bridge.sources.config_json import changed_config
-from bridge.sources.configs.extents import measure, solve
-from bridge.sources.configs.facts import PLAIN, TERMS, Fact, Facts, Given, shown
+from bridge.sources.configs.extents import layout_of, measure, solve
+from bridge.sources.configs.facts import PLAIN, TERMS, Fact, Facts, Given, mistyped, shown
 from bridge.sources.configs.families import Family, choose, family_of, fields_of, incompatibilities
-from bridge.sources.configs.kinds import mistyped
-from bridge.sources.configs.layouts import layout_of
 from bridge.sources.configs.rope import rope_parameters, take_rope
 from bridge.tables.architectures.arch import load_arch
 from bridge.tables.expressions.grammar import Call

@@ -20,10 +20,12 @@ from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import BridgeError
-from bridge.core.mappings import Place, TableFile, read_table, table_files
+from bridge.core.mappings import Place, TableFile, read_table, table_files, table_text
+from bridge.core.parsing.file_cache import cached_by_file, copy_parsed
 from bridge.core.text import nearest
 from bridge.sources.configs.facts import PLAIN, TERMS, Fact, Facts, listing
 from bridge.tables.architectures.arch import ArchTable, arch_file, parse_arch
@@ -154,8 +156,13 @@ def family_in(file: TableFile, architecture: str) -> Family | None:
 
 def families() -> list[Family]:
     """Every family, by file."""
-    found = (parse_family(read_table(path)) for path in table_files("arch") if "\n[foreign]" in path.read_text("utf-8"))
+    found = (_read_family(path) for path in table_files("arch") if "\n[foreign]" in table_text(path))
     return [family for family in found if family]
+
+
+@cached_by_file
+def _read_family(path: Path) -> Family | None:
+    return parse_family(read_table(path))
 
 
 def family_names() -> list[str]:
@@ -219,7 +226,7 @@ def incompatibilities(family: Family, terms: Facts) -> list[str]:
 
 def fields_of(family: Family, terms: Facts) -> dict[str, Any]:
     """Return config.json without the rotary embedding, from complete terms."""
-    fields = dict(family.always)
+    fields: dict[str, Any] = copy_parsed(dict(family.always))
     for name, formula in family.config.items():
         if formula.needs <= terms.keys():
             value = formula.value({term: terms[term].value if term in terms else None for term in formula.names})

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bridge.sources.configs.facts import Fact, Facts, shown, target
-from bridge.sources.configs.kinds import COUNT, FACTOR, FREQUENCY, KINDS, NUMBER, TRUTH, WINDOW, WORD, Kind, mistyped
+from bridge.sources.configs.facts import (
+    COUNT,
+    FACTOR,
+    FREQUENCY,
+    KINDS,
+    NUMBER,
+    TRUTH,
+    WINDOW,
+    WORD,
+    Fact,
+    Facts,
+    Kind,
+    mistyped,
+    shown,
+    target,
+)
 
 TERMS = {
     "num_layers": "layers",

@@ -8,8 +8,7 @@ from typing import Any
 from bridge.core.errors import SourceError
 from bridge.core.text import nearest
 from bridge.sources.configs.derive import Declared
-from bridge.sources.configs.facts import Fact, shown
-from bridge.sources.configs.kinds import COUNT, NUMBER, TRUTH, Kind, mistyped
+from bridge.sources.configs.facts import COUNT, NUMBER, TRUTH, Fact, Kind, mistyped, shown
 from bridge.sources.configs.megatron import LLAMA3
 
 _TERMS = {

@@ -9,8 +9,7 @@ from typing import Any
 
 from bridge.core.arrays import np
 from bridge.core.errors import SourceError
-from bridge.sources.configs.facts import Fact, Facts, Given, shown
-from bridge.sources.configs.kinds import is_scaling
+from bridge.sources.configs.facts import Fact, Facts, Given, is_scaling, shown
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

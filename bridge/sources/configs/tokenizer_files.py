@@ -1,16 +1,20 @@
-"""The tokenizer's files that a checkpoint's configuration names.
+"""The tokenizer's files that a configuration names, and the ids of special tokens in them.
 
-NeMo 1 writes `nemo:` before the name of a member of its archive, NeMo 2 paths below `context/`. Other words are paths
-of the training machine or names of the hub. Nothing is opened or guessed.
+A training checkpoint's own configuration has no ids, and without an end a served model never stops. NeMo 1 writes
+`nemo:` before the name of a member of its archive, NeMo 2 paths below `context/`. Other words are paths of the training
+machine or names of the hub. Nothing is opened or guessed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from bridge.core.files.span import Folder
+from bridge.core.output.names import GENERATION
+from bridge.core.parsing.limited import load_json, parse_json
 from bridge.core.text import listed
 from bridge.sources.side_files import TOKENIZER, plain_name
 
@@ -62,3 +66,50 @@ def _transformers_name(key: str, name: str, named: Mapping[str, str]) -> str:
     if key == "vocab_file":
         return "vocab.json" if any(other.startswith("merge") for other in named) else name
     return "tokenizer.model" if name.endswith(".model") else name
+
+
+TOKENIZER_CONFIG, TOKENIZER_JSON = "tokenizer_config.json", "tokenizer.json"
+_ID = re.compile(r"[0-9]{1,9}")  # Python refuses to convert thousands of digits
+NAMES = ("bos_token", "eos_token", "pad_token")
+
+
+def token_ids(files: Mapping[str, Path | bytes]) -> dict[str, int | list[int]]:
+    """`bos_token_id` and so on, of the tokens that the files name; a file that is not a JSON object is ignored."""
+    generation, words = _read(files.get(GENERATION)), _read(files.get(TOKENIZER_CONFIG))
+    ids: dict[str, int | list[int]] = {}
+    for name in NAMES:
+        given = generation.get(f"{name}_id")
+        id_ = given if _is_ids(given) else _id_of(words.get(name), words, files)
+        if id_ is not None:
+            ids[f"{name}_id"] = id_
+    return ids
+
+
+def _is_ids(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, list) and bool(value) and all(type(item) is int for item in value))
+
+
+def _id_of(token: Any, words: Mapping[str, Any], files: Mapping[str, Path | bytes]) -> int | None:
+    """The id of a special token: `words` list the added ones by id, else tokenizer.json does."""
+    token = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(token, str):
+        return None
+    listed = words.get("added_tokens_decoder")
+    for number, entry in listed.items() if isinstance(listed, Mapping) else ():
+        if isinstance(entry, Mapping) and entry.get("content") == token and _ID.fullmatch(number):
+            return int(number)
+    added = _read(files.get(TOKENIZER_JSON)).get("added_tokens")
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, Mapping) and entry.get("content") == token and type(entry.get("id")) is int:
+            return int(entry["id"])
+    return None
+
+
+def _read(file: Path | bytes | None) -> Mapping[str, Any]:
+    if file is None:
+        return {}
+    try:
+        content = load_json(file) if isinstance(file, Path) else parse_json(file)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, Mapping) else {}

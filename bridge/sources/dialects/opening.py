@@ -19,7 +19,7 @@ from bridge.core.values import TensorSpec
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.configs.derive import Declared, Derived, hf_config
 from bridge.sources.configs.facts import Given
-from bridge.sources.configs.token_ids import token_ids
+from bridge.sources.configs.tokenizer_files import token_ids
 from bridge.sources.dialects.tensors import weights_of
 from bridge.sources.quantized.megatron import Statistics, quantizer_state, refuse_changed, unsmoothed
 from bridge.sources.side_files import Beside

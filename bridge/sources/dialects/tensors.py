@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from bridge.core.aligned_buffers import aligned_empty
 from bridge.core.dtypes import DTYPES, from_float32, to_float32
-from bridge.core.pages import paged
 from bridge.core.text import natural
 from bridge.sources.weights.containers import Container
 from bridge.sources.weights.shards import Weights
@@ -69,7 +69,7 @@ class _Across:
     def turn(self, begin: int, out: np.ndarray) -> None:
         """Fill `out` with columns from the one numbered `begin` on."""
         at_once = max(1, PIECE // (self.width * out.itemsize))
-        piece = paged((min(at_once, self.rows), self.width), out.dtype)
+        piece = aligned_empty((min(at_once, self.rows), self.width), out.dtype)
         first = self.first + begin * self.step
         for at in range(0, self.rows, at_once):
             part = piece[: self.rows - at]
@@ -85,7 +85,7 @@ class _Scratch(threading.local):
     def __call__(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> np.ndarray:
         need = shape[0] * shape[1] * dtype.itemsize
         if self.buffer.size < need:
-            self.buffer = paged((need,), np.uint8)
+            self.buffer = aligned_empty((need,), np.uint8)
         return self.buffer[:need].view(dtype).reshape(shape)
 
 
@@ -132,7 +132,7 @@ class ForeignTensor:
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
         spec = self.spelled.spec
         if out is None:
-            out = paged((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
+            out = aligned_empty((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
         if self.spelled.turned:
             _Across(self._fill, spec.shape[1], spec.shape[0], 0, 1).turn(begin, out)
         else:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
-from bridge.core.output.made_by import OPTIONAL, can_change
+from bridge.core.output.provenance import OPTIONAL, can_change
 from bridge.core.version import MODEL_CODE, models_are_as_installed
 from bridge.sources.configs.diffusion import is_diffusion
 

@@ -10,42 +10,37 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridge.sources.memory import MemorySource
+from bridge.sources.source import Wrapped
 
 if TYPE_CHECKING:
-    from bridge.core.values import TensorSpec
     from bridge.sources.live_models.distillation import Distillation
     from bridge.sources.pruned.summary import Pruning
     from bridge.sources.source import Source
 
 
-class TrainedSource:
+class TrainedSource(Wrapped):
     """`source` with the weights of a model that began as its own; everything else is the source's."""
-
-    quantized = None
-    calibration = None
 
     def __init__(self, source: Source, model: Any, distillation: Distillation | None = None) -> None:
         from bridge.sources.live_models.checkpoint_names import live_names
 
-        self._source, self._model = source, model
+        super().__init__(source)
+        self._model = model
         self._memory = MemorySource(model, dict(source.config), live_names(model, source.specs))
         self.distillation = distillation
-        self.dialect, self.can_run, self.config = source.dialect, True, source.config
-        self.where, self.name = f"{source.where}, trained", source.name
-        self.root = getattr(source, "root", None)
-        self.specs: Mapping[str, TensorSpec] = self._memory.specs
-        self.dropped = source.dropped
+        self.can_run, self.where = True, f"{source.where}, trained"
+        self.specs = self._memory.specs
 
     @property
     def summary(self) -> Pruning | None:
         """What was pruned before the training, None if nothing."""
-        return getattr(self._source, "summary", None)
+        return self.base.summary
 
     @cached_property
     def side_files(self) -> Mapping[str, Path | bytes]:
         from bridge.core.output.names import PRUNING
 
-        files = self._source.side_files
+        files = self.base.side_files
         return {name: content for name, content in files.items() if name != PRUNING}  # it proves untrained weights
 
     def read(self, name: str) -> np.ndarray:
@@ -63,9 +58,3 @@ class TrainedSource:
 
     def load_model(self) -> Any:
         return self._model
-
-    def load_skeleton(self) -> Any:
-        return self._source.load_skeleton()
-
-    def load_tokenizer(self) -> Any:
-        return self._source.load_tokenizer()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from bridge.sources.pruned.kept import At, Kept
-from bridge.tables.expressions.picks import Positions
+from bridge.tables.expressions.selected_positions import Positions
 
 Scores = Mapping[str, Mapping[At, "np.ndarray"]]  # dim -> place -> a score for each position
 

@@ -11,11 +11,44 @@ from typing import Any
 
 import numpy as np
 
+from bridge.core.dtypes import DTYPES
 from bridge.core.errors import BridgeError, PlanError
+from bridge.core.files.matrices import AppendedFile, FileMatrix
 from bridge.core.formats.safetensors import SafetensorsFile, file_bytes
 from bridge.core.parsing.limited import parse_json
+from bridge.core.values import TensorSpec
 from bridge.sources.pruned.sparse import Sparse
-from bridge.tables.expressions.picks import Positions
+from bridge.tables.expressions.selected_positions import Positions
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """Values of a stored tensor whose axis `cut` has the kept channels alone; `spec` has that shape."""
+
+    spec: TensorSpec
+    cut: int
+    matrix: FileMatrix
+    digest: str
+
+    @staticmethod
+    def of(file: AppendedFile, name: str, tensor: Any, cut: int) -> Repaired:
+        """Append the values of a torch tensor to a file. `cut`: from the last axis, -1 or -2."""
+        spec = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        data = _bytes(tensor)
+        return Repaired(spec, cut + tensor.ndim, file.append(data), hashlib.sha256(data.data).hexdigest())
+
+    def read_rows(self, begin: int, end: int) -> np.ndarray:
+        """Return rows of the first axis, in their storage dtype."""
+        rows: np.ndarray = self.matrix[begin:end].view(DTYPES[self.spec.dtype].storage)
+        return rows.reshape(-1, *self.spec.shape[1:])
+
+
+def _bytes(tensor: Any) -> np.ndarray:
+    import torch
+
+    data: np.ndarray = tensor.contiguous().reshape(len(tensor), -1).view(torch.uint8).numpy()
+    return data
+
 
 At = tuple[int | None, int | None]  # layer and expert, None for all of them
 Choices = Mapping[At, Positions]

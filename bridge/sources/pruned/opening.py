@@ -15,9 +15,8 @@ from bridge.core.output.names import PRUNING
 from bridge.core.text import fold_layers, number
 from bridge.sources.pruned.choose import Scores, choose
 from bridge.sources.pruned.config import pruned_config
-from bridge.sources.pruned.kept import load_kept
+from bridge.sources.pruned.kept import Repaired, load_kept
 from bridge.sources.pruned.renumber import renumbered_config
-from bridge.sources.pruned.repaired import Repaired
 from bridge.sources.pruned.sizes import layers_of, sizes_of
 from bridge.sources.pruned.source import PrunedSource
 from bridge.sources.pruned.sparse import IN, OUT, Sparse, sparse_axes

@@ -9,7 +9,7 @@ from typing import Any
 from bridge.core.errors import PlanError
 from bridge.core.parsing.limited import parse_json
 from bridge.sources.pruned.vocabulary import CONFIG, FILE, ID, SETTINGS, Vocabulary
-from bridge.tables.expressions.picks import Positions
+from bridge.tables.expressions.selected_positions import Positions
 
 _LISTS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids")  # of generation: those that are gone go
 _OTHER = ("forced_decoder_ids", "sequence_bias")

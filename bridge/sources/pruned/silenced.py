@@ -13,29 +13,27 @@ from bridge.sources.live_models import loading
 from bridge.sources.pruned.config import pruned_config
 from bridge.sources.pruned.kept import Kept
 from bridge.sources.pruned.source import PrunedSource
-from bridge.sources.source import Source
+from bridge.sources.source import Delegate, Source
 from bridge.tables.architectures.match import Matched
 from bridge.tables.architectures.structure import layout_of
-from bridge.tables.expressions.picks import Positions
+from bridge.tables.expressions.selected_positions import Positions
 
 WIDTHS = ("ffn", "moe_ffn", "shared_ffn", "heads", "kv_heads")  # a zero column of their reader silences a part
 
 
-class SilencedSource:
+class SilencedSource(Delegate):
     """`whole` with zeros in the columns that read what `kept` leaves out of `WIDTHS`; no size changes."""
 
     def __init__(self, whole: Source, matched: Matched, kept: Kept) -> None:
-        self._whole, self._matched, self._cut = whole, matched, _part_of(whole, matched, kept, WIDTHS)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
+        super().__init__(whole)
+        self._matched, self._cut = matched, _part_of(whole, matched, kept, WIDTHS)
 
     def read(self, name: str) -> np.ndarray:
-        shape = self._whole.specs[name].shape
-        return self.read_rows(name, 0, shape[0]) if shape else self._whole.read(name)
+        shape = self._source.specs[name].shape
+        return self.read_rows(name, 0, shape[0]) if shape else self._source.read(name)
 
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
-        rows = np.array(self._whole.read_rows(name, begin, end))
+        rows = np.array(self._source.read_rows(name, begin, end))
         axis, left_out = self._silent(name)
         if axis:
             dead = left_out[(left_out >= begin) & (left_out < end)] - begin if axis == -rows.ndim else left_out
@@ -54,7 +52,7 @@ class SilencedSource:
         ):
             return 0, np.arange(0)
         axis = -2 if layout_of(placed[0].row.expr).endswith("in_out") else -1
-        return axis, np.setdiff1d(np.arange(self._whole.specs[name].shape[axis]), self._cut.positions(name)[axis])
+        return axis, np.setdiff1d(np.arange(self._source.specs[name].shape[axis]), self._cut.positions(name)[axis])
 
     def load_model(self) -> Any:
         return loading.load_model(self)

@@ -15,32 +15,28 @@ import numpy as np
 from bridge.core.output.names import PRUNING
 from bridge.core.values import TensorSpec
 from bridge.sources.live_models import loading
-from bridge.sources.pruned.kept import At, Kept
+from bridge.sources.pruned.kept import At, Kept, Repaired
 from bridge.sources.pruned.renumber import REPLACED, WHY, numbering, renumbered_config, renumbered_files
-from bridge.sources.pruned.repaired import Repaired
 from bridge.sources.pruned.sparse import PATTERN, Sparse
 from bridge.sources.pruned.summary import Pruning
 from bridge.sources.pruned.vocabulary import Vocabulary
-from bridge.sources.source import Source
+from bridge.sources.source import Source, Wrapped
 from bridge.tables.architectures.match import Entry, Matched, entries_of, numbered
-from bridge.tables.expressions.picks import Axes, Positions, kept_positions, picked
 from bridge.tables.expressions.regions import Array
+from bridge.tables.expressions.selected_positions import Axes, Positions, kept_positions, selected_positions
 
 _GAP_BYTES = 64 << 10  # rows that nobody wants are read too if they lie between others and are fewer bytes
 _PIECE_BYTES = 8 << 20  # read at once, before it is cut
 _Place = tuple[str, Entry, int | None, int | None]  # of a tensor of the pruned model: stored name, row, layer, expert
 
 
-class PrunedSource:
+class PrunedSource(Wrapped):
     """`source` with the rows and columns that `kept` names, and the config of that size.
 
     No weight is read before it is asked for. `matched`: how the source's tensors fit its architecture's table.
     `repaired`: stored tensors that were solved for the kept channels, and are read instead. `vocabulary`: the whole
     tokenizer, if tokens go. `sparse`: which tensors get zeros.
     """
-
-    quantized = None
-    calibration = None
 
     def __init__(
         self,
@@ -52,17 +48,17 @@ class PrunedSource:
         vocabulary: Vocabulary | None = None,
         sparse: Sparse | None = None,
     ) -> None:
+        super().__init__(source)
         self.whole = source
-        self.kept, self.repaired, self.sparse = kept, repaired, sparse
+        self.kept: Kept = kept
+        self.repaired, self.sparse = repaired, sparse
         self.perplexity: tuple[float, ...] = ()  # of the whole model and of this one, if they ran on data
         self.silenced: float | None = None  # the error of outputs against the whole model with silent parts, if it ran
-        self.dialect, self.can_run = source.dialect, source.can_run
         cut = {dim: size for dim, size in kept.after.items() if size != kept.before[dim]}
         how = ", ".join(f"{dim}={size}" for dim, size in cut.items()) or "its size"
         self.where = f"{source.where} made {PATTERN} sparse" if sparse else f"{source.where} pruned to {how}"
         self.name = f"{source.name}-{'sparse' if sparse else 'pruned'}"
-        self.root = getattr(source, "root", None)
-        self.config: Mapping[str, Any] = config
+        self.config = config
         self.vocabulary = vocabulary
         if vocabulary:
             self.config = renumbered_config(config, numbering(self._tokens, vocabulary.rows))
@@ -71,12 +67,12 @@ class PrunedSource:
         self._places = dict(self._placed())
         self._last: dict[int, tuple[At, tuple[Positions, ...]]] = {}  # of each row: those that were last asked for
         shapes = {id(old): new.shape for old, new in zip(matched.entries, self._new_entries(), strict=True)}
-        self.specs: Mapping[str, TensorSpec] = {
+        self.specs = {
             name: TensorSpec(name, shapes[id(entry)], source.specs[stored].dtype, source.specs[stored].across)
             for name, (stored, entry, _, _) in self._places.items()
         }
         gone = {name: WHY for name in REPLACED if vocabulary and name in source.side_files}
-        self.dropped: Mapping[str, str] = {**source.dropped, **matched.ignored, **gone}
+        self.dropped = {**source.dropped, **matched.ignored, **gone}
 
     @property
     def summary(self) -> Pruning:
@@ -204,7 +200,7 @@ class PrunedSource:
             return last[1]
         assert entry.row.expr
         kept, whole = (self._axes(entry, layer, expert, cut) for cut in (True, False))
-        positions = picked(entry.row.expr, kept, whole)
+        positions = selected_positions(entry.row.expr, kept, whole)
         if repaired := self.repaired.get(stored):
             cut = repaired.cut
             positions = (*positions[:cut], np.arange(len(positions[cut])), *positions[cut + 1 :])

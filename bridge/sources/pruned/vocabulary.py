@@ -1,7 +1,8 @@
-"""Choose the tokens that a smaller vocabulary keeps."""
+"""Choose the tokens that a smaller vocabulary keeps, with the merges that make them."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,10 +15,9 @@ from bridge.core.errors import BridgeError, PlanError
 from bridge.core.output.temporary import temporary_directory
 from bridge.core.parsing.limited import parse_json
 from bridge.core.text import described, nearest
-from bridge.sources.pruned.merges import Ranks, parts_of
 from bridge.sources.side_files import TOKENIZER
 from bridge.sources.source import Source
-from bridge.tables.expressions.picks import Positions
+from bridge.tables.expressions.selected_positions import Positions
 
 FILE, CONFIG, SETTINGS = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 KINDS = ("BPE", "Unigram", "WordPiece", "WordLevel")
@@ -186,3 +186,27 @@ def named_tokens(part: Any, ids: Mapping[str, int]) -> Iterator[str]:
     elif isinstance(part, list | dict):
         for item in part.values() if isinstance(part, dict) else part:
             yield from named_tokens(item, ids)
+
+
+Ranks = Mapping[tuple[str, str], int]
+
+
+def parts_of(token: str, ranks: Ranks) -> set[str]:
+    """Return all tokens that merging `token`'s characters passes through, itself included.
+
+    In a text, no merge crosses the border of a token that comes out of it. So these are the tokens that stood in its
+    place, whatever stood beside it. {token} if merges do not make it: then no text holds it, or it is found whole.
+
+    >>> sorted(parts_of("abc", {("b", "c"): 0, ("a", "b"): 1, ("a", "bc"): 2}))
+    ['a', 'abc', 'b', 'bc', 'c']
+    """
+    pieces = list(token)
+    passed = set(pieces)
+    while len(pieces) > 1:
+        pairs = itertools.pairwise(pieces)
+        rank, at = min((ranks.get(pair, len(ranks)), at) for at, pair in enumerate(pairs))
+        if rank == len(ranks):
+            return {token}
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+        passed.add(pieces[at])
+    return passed

@@ -18,7 +18,7 @@ from bridge.sources.pruned.opening import Cut
 from bridge.sources.pruned.scores import ByPlace
 from bridge.tables.architectures.match import Entry
 from bridge.tables.architectures.structure import layout_of
-from bridge.tables.expressions.picks import Axes, Positions, kept_positions, located
+from bridge.tables.expressions.selected_positions import Axes, Positions, kept_positions, located
 
 _PIECE = 1 << 20  # values that are read at once, and squared in float64
 

@@ -6,11 +6,13 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import PlanError
-from bridge.core.mappings import Place, TableFile, added_files, own_files, parse_table, read_table, table_files
+from bridge.core.mappings import Place, TableFile, added_files, own_files, read_table, table_files, table_text
+from bridge.core.parsing.file_cache import cached_by_file
 from bridge.core.text import nearest
 from bridge.tables.architectures.roles import InputRow, Roles, load_roles, merge_inputs, parse_inputs
 from bridge.tables.expressions.grammar import Call, Expr, Formula, parse_formula, parse_row, roles_in
@@ -112,24 +114,28 @@ def load_arch(architecture: str) -> ArchTable | None:
     >>> load_arch("LlamaForCausalLM").file.name
     'mappings/arch/llama.toml'
     """
-    file = arch_file(architecture)
-    return _parsed(file.name, file.text) if file else None
+    path = _find(architecture)
+    return _read_arch(path) if path else None
 
 
-@lru_cache(maxsize=64)
-def _parsed(name: str, text: str) -> ArchTable:
-    """A table that was read before: a conversion asks for it three times, and parsing takes 25 ms."""
-    return parse_arch(parse_table(text, name), load_roles())
+@cached_by_file
+def _read_arch(path: Path) -> ArchTable:
+    """A conversion asks for its table three times, and parsing the rows takes 25 ms."""
+    return parse_arch(read_table(path), load_roles())
 
 
 def arch_file(architecture: str) -> TableFile | None:
     """Return the file that lists `architecture`, its rows not parsed; None if there is none."""
+    path = _find(architecture)
+    return read_table(path) if path else None
+
+
+def _find(architecture: str) -> Path | None:
+    """Return the path of the table that lists `architecture`."""
     for path in itertools.chain(own_files("arch"), added_files("arch")):
         # Parsing TOML costs almost a millisecond a file; looking for the quoted name first keeps `plan` fast.
-        if f'"{architecture}"' in path.read_text(encoding="utf-8"):
-            file = read_table(path)
-            if architecture in file.data.get("architectures", ()):
-                return file
+        if f'"{architecture}"' in table_text(path) and architecture in read_table(path).data.get("architectures", ()):
+            return path
     return None
 
 
@@ -147,9 +153,14 @@ def layouts(dialect: str) -> Layouts:
     """Return the architectures whose own tables give their layout in a dialect."""
     merged: Layouts = {}
     for path in table_files("arch"):
-        if "\n[layouts." in path.read_text(encoding="utf-8"):
-            merged |= layouts_of(read_table(path)).get(dialect, {})
+        if "\n[layouts." in table_text(path):
+            merged |= _read_layouts(path).get(dialect, {})
     return merged
+
+
+@cached_by_file
+def _read_layouts(path: Path) -> dict[str, Layouts]:
+    return layouts_of(read_table(path))
 
 
 def layouts_of(file: TableFile) -> dict[str, Layouts]:

@@ -6,19 +6,17 @@ One PlanError lists all problems.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from bridge.core.errors import PlanError
 from bridge.core.text import number
-from bridge.core.values import Site, Structure, TensorSpec
+from bridge.core.values import Cut, Feed, Site, Structure, TensorSpec
 from bridge.tables.architectures.arch import ArchTable, load_arch
-from bridge.tables.architectures.cuts import cuts_of
-from bridge.tables.architectures.feeds import feeds_of
 from bridge.tables.architectures.input_groups import groups_of, singles_of
-from bridge.tables.architectures.match import Entry, Matched, architecture_of, match
+from bridge.tables.architectures.match import Entry, Matched, architecture_of, match, role_shape
 from bridge.tables.architectures.mismatches import problems
 from bridge.tables.architectures.module_order import module_order
-from bridge.tables.expressions.grammar import Call, Expr
+from bridge.tables.expressions.grammar import Call, Expr, Ref
 
 Placed = tuple[str, tuple[Entry, int | None, int | None]]
 
@@ -169,3 +167,81 @@ def _roles(matched: Matched, placed: list[Placed]) -> dict[str, tuple[str, ...]]
             if entry.name == alias and stored in roles:
                 roles[stored] += entry.roles
     return roles
+
+
+# Dims of the inside of attention or of an MLP: ranks compute it apart, and add up what is `hidden` wide again.
+SHARED = {
+    "heads": "query heads",
+    "kv_heads": "KV heads",
+    "ffn": "inner values of the MLP",
+    "moe_ffn": "inner values of an expert",
+    "shared_ffn": "inner values of the shared experts",
+}
+
+
+def cuts_of(matched: Matched) -> dict[str, Cut]:
+    """Return the roles of matrices that ranks share, each with the axis that they cut."""
+    cuts = {}
+    for entry in matched.entries:
+        for name in entry.roles if entry.expected else ():
+            role = matched.table.roles.roles[name]
+            if role.kind != "linear" or name in cuts:
+                continue
+            extents = role_shape(matched.table, name, matched.names)
+            for axis, formula, extent in zip(("out", "in"), role.shape, extents, strict=True):
+                for dim in sorted(formula.names & SHARED.keys()):
+                    count = int(str(matched.names[dim]))
+                    cuts[name] = Cut(axis, SHARED[dim], count, extent // count, dim == "kv_heads")
+    return cuts
+
+
+# Writer -> reader. A gate multiplies what `up` writes and attention adds it up; neither mixes its rows. What `fc1`
+# writes passes through an activation.
+PAIRS = {
+    "mlp.up.weight": "mlp.down.weight",
+    "moe.shared.up.weight": "moe.shared.down.weight",
+    "attn.v.weight": "attn.o.weight",
+}
+
+
+def feeds_of(matched: Matched) -> tuple[Feed, ...]:
+    """Return the pairs of one layer whose matrices are stored [out, in], layer by layer."""
+    at: dict[tuple[str, int | None], tuple[str, Entry]] = {}
+    for name, (entry, layer, expert) in matched.placed.items():
+        if expert is None:
+            at |= {(role, layer): (name, entry) for role in entry.roles}
+    return tuple(_feeds(matched, at))
+
+
+def _feeds(matched: Matched, at: dict[tuple[str, int | None], tuple[str, Entry]]) -> Iterator[Feed]:
+    for layer in sorted({layer for _, layer in at if layer is not None}):
+        for wrote, reads in PAIRS.items():
+            if (wrote, layer) not in at or (reads, layer) not in at:
+                continue
+            (writer, entry), (reader, other) = at[wrote, layer], at[reads, layer]
+            rows = _rows(matched, entry, wrote)
+            if rows is None or not isinstance(other.row.expr, Ref):
+                continue
+            width = int(str(matched.names["head_dim"])) if wrote == "attn.v.weight" else 1
+            repeat, rest = divmod(other.shape[1], rows[1] - rows[0])
+            if not rest:
+                modules = writer.rpartition(".")[0], reader.rpartition(".")[0]
+                yield Feed(modules[0], rows, modules[1], repeat, width)
+
+
+def _rows(matched: Matched, entry: Entry, role: str) -> tuple[int, int] | None:
+    """The rows of a role in its tensor; None if they are not consecutive rows."""
+    expr = entry.row.expr
+    if isinstance(expr, Ref):
+        return 0, entry.shape[0]
+    if not isinstance(expr, Call) or expr.op != "concat":
+        return None
+    begin = 0
+    for part in expr.args:
+        if not isinstance(part, Ref):
+            return None
+        end = begin + role_shape(matched.table, part.name, matched.names)[0]
+        if part.name == role:
+            return begin, end
+        begin = end
+    return None

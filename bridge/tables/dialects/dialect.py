@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from bridge.core.errors import TableError
 from bridge.core.mappings import Place, TableFile, find_table_file, read_table, table_files
+from bridge.core.parsing.file_cache import cached_by_file
 from bridge.core.text import nearest
 from bridge.tables.architectures.arch import INDEX, Layouts, layouts
 from bridge.tables.architectures.match import Matched
@@ -133,7 +134,12 @@ def load_dialect(name: str) -> Dialect:
     path = find_table_file("dialects", name)
     if path is None:
         raise TableError(f"dialect {name!r} is unknown; {nearest(name, dialect_names())}")
-    return with_layouts(parse_dialect(read_table(path), load_roles()), layouts(name))
+    return with_layouts(_read_dialect(path), layouts(name))
+
+
+@cached_by_file
+def _read_dialect(path: Path) -> Dialect:
+    return parse_dialect(read_table(path), load_roles())
 
 
 def dialect_names() -> list[str]:

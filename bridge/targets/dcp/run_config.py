@@ -12,10 +12,10 @@ from typing import Any
 
 from bridge.core.errors import PlanError, SourceError
 from bridge.core.values import TensorSpec
-from bridge.sources.configs.declared import megatron_told
 from bridge.sources.configs.derive import hf_config
 from bridge.sources.configs.families import Family, family_in
 from bridge.sources.configs.megatron import EXPERT_TERMS, TERMS
+from bridge.sources.configs.writers import megatron_told
 from bridge.tables.architectures.match import Matched
 from bridge.tables.dialects.layout import Roles
 

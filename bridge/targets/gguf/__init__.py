@@ -1,6 +1,7 @@
 """Target `gguf`: the file that llama.cpp loads.
 
-Names and layouts are rows of `mappings/dialects/gguf.toml`; what llama.cpp's graphs fix is in `metadata.py`.
+Names and layouts are rows of `mappings/dialects/gguf.toml`; what llama.cpp's graphs fix, of
+`mappings/runtimes/llama.cpp.toml`.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ class Gguf(StreamedTarget):
         self, options: GgufOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]
     ) -> GgufOptions:
         from bridge.tables.dialects.dialect import load_dialect
-        from bridge.targets.gguf.metadata import REFUSED
+        from bridge.targets.gguf.llama_cpp import graphs
 
         dialect = load_dialect(self.name)
         if structure.architecture not in dialect.architectures:
-            why = REFUSED.get(structure.architecture, nearest(structure.architecture, dialect.architectures))
+            graph = graphs().get(structure.architecture)
+            why = graph.refused if graph else nearest(structure.architecture, dialect.architectures)
             raise PlanError(f"{dialect.file.name} has no layout for {structure.architecture}: {why}")
         return dataclasses.replace(options, dtype=float_dtype(options.dtype, specs, "that GGUF has"))
 
@@ -101,14 +103,15 @@ class Gguf(StreamedTarget):
     def file_metadata(self, plan: Plan, source: Source) -> Mapping[str, Any]:
         from bridge.core.formats.gguf import u32
         from bridge.tables.architectures.structure import match_table
-        from bridge.targets.gguf.metadata import GRAPHS, hyperparameters
+        from bridge.targets.gguf.llama_cpp import graphs
+        from bridge.targets.gguf.metadata import hyperparameters
         from bridge.targets.gguf.tokenizer import describe
 
         matched = match_table(source.config, source.specs)
         vocab = int(str(matched.names["vocab"]))
         tokens = describe(source.side_files, vocab, source.config).keys
         return {
-            "general.architecture": GRAPHS[plan.architecture].name,
+            "general.architecture": graphs()[plan.architecture].name,
             "general.type": "model",
             **({} if _misread(source.name, tokens) else {"general.name": source.name}),
             "general.quantization_version": u32(QUANTIZATION_VERSION),
@@ -157,9 +160,12 @@ class Gguf(StreamedTarget):
 
 def _misread(name: str, tokens: Mapping[str, Any]) -> bool:
     """Whether llama.cpp would take the model for another by its name, and ask for tokens that it has not."""
+    from bridge.targets.gguf.llama_cpp import token_rows
+
     listed = tokens.get("tokenizer.ggml.tokens")
-    named = any(word in name.lower() for word in ("phi-3", "phi3"))
-    return named and (listed is None or not {"</s>", "<unk>", "<s>", "<|endoftext|>"} <= set(listed.value))
+    known = set(listed.value) if listed else set()
+    required = token_rows("required")
+    return any(word in name.lower() and not known.issuperset(required[word]) for word in required)
 
 
 def _file_type(plan: Plan) -> int:

@@ -7,15 +7,14 @@ the config; `problems` says where it is not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from bridge.core.formats.gguf import f32, u32
 from bridge.core.text import described
 from bridge.sources.configs.rope import FULL, SLIDING, Rope, llama3_factors, rope_of
 from bridge.tables.architectures.match import Matched
+from bridge.targets.gguf.llama_cpp import Graph, graphs
 
-GELU = ("gelu_pytorch_tanh", "gelu_new")
 ROPE_FREQS = "rope_freqs.weight"
 # Fields that are read here, in the config and in its rotary settings.
 _FIELDS = {
@@ -27,81 +26,20 @@ _ROPE = {
     "rope_theta": float, "partial_rotary_factor": float, "factor": float, "low_freq_factor": float,
     "high_freq_factor": float, "original_max_position_embeddings": int,
 }  # fmt: skip
+SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 # What a kind of scaling cannot do without.
 _SCALING = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 _LARGEST = {int: 2**32 - 1, float: (2 - 2**-23) * 2.0**127}  # of float32
 
 
-@dataclass(frozen=True)
-class Graph:
-    """What llama.cpp calls an architecture, and what its graph fixes.
-
-    `eps`: the config's names of the norms' epsilon; `rms`: whether norms are RMS norms. `activations`: of the MLP, with
-    the field that names it first. `every`: each such layer attends to everything, the others to a window; 0 if all do.
-    `biases`: roles of biases that its loader reads. `largest`: layers of the one size whose attention is divided by
-    the root of hidden / heads instead of head_dim. `second_scale`: whether it multiplies by NVFP4's scale of the whole
-    tensor; other graphs load it and leave it out.
-    """
-
-    name: str
-    eps: str = "rms_norm_eps"
-    rms: bool = True
-    activation: str = "hidden_act"
-    activations: tuple[str, ...] = ("silu",)
-    every: int = 0
-    biases: tuple[str, ...] = ()
-    rotary: bool = True
-    scaled: bool = False
-    largest: int = 0
-    second_scale: bool = False
-
-
-QKV = ("attn.q.bias", "attn.k.bias", "attn.v.bias")
-GRAPHS = {
-    "LlamaForCausalLM": Graph(
-        "llama", biases=(*QKV, "attn.o.bias", "mlp.gate.bias", "mlp.up.bias", "mlp.down.bias"), second_scale=True
-    ),
-    "MistralForCausalLM": Graph("llama", second_scale=True),
-    "MixtralForCausalLM": Graph("llama"),
-    "Qwen2ForCausalLM": Graph("qwen2", biases=QKV),
-    "Qwen3ForCausalLM": Graph("qwen3", second_scale=True),
-    "Qwen3MoeForCausalLM": Graph("qwen3moe"),
-    "GemmaForCausalLM": Graph("gemma", activations=("gelu", *GELU)),
-    "Gemma2ForCausalLM": Graph(
-        "gemma2", activation="hidden_activation", activations=GELU, every=2, scaled=True, largest=46,
-    ),
-    "Gemma3ForCausalLM": Graph(
-        "gemma3", activation="hidden_activation", activations=GELU, every=6, scaled=True, largest=62,
-    ),
-    "Phi3ForCausalLM": Graph("phi3"),
-    "Starcoder2ForCausalLM": Graph(
-        "starcoder2", "norm_epsilon", False, activations=GELU,
-        biases=(*QKV, "attn.o.bias", "mlp.fc1.bias", "mlp.fc2.bias"),
-    ),
-    "NemotronForCausalLM": Graph(
-        "nemotron", "norm_eps", False, activations=("relu2",),
-        biases=(*QKV, "attn.o.bias", "mlp.fc1.bias", "mlp.fc2.bias"),
-    ),
-    "GPT2LMHeadModel": Graph(
-        "gpt2", "layer_norm_epsilon", False, "activation_function", GELU, rotary=False,
-        biases=(*QKV, "attn.o.bias", "mlp.fc1.bias", "mlp.fc2.bias"),
-    ),
-}  # fmt: skip
-# Architectures with a table that llama.cpp has a graph for, but that this program does not write.
-REFUSED = {
-    "DeepseekV3ForCausalLM": "llama.cpp stores each head's part of kv_b transposed, which no op of the tables does",
-    "GptOssForCausalLM": "llama.cpp wants its MXFP4 experts as they were published; convert those with llama.cpp",
-}
-
-
 def rotary(config: Mapping[str, Any], graph: Graph) -> Rope:
     """Rotary settings, with what the architecture has without an entry."""
-    return rope_of(config, 1e6 if graph.name == "gemma3" else 1e4, 0.5 if graph.name == "nemotron" else 1.0)
+    return rope_of(config, graph.theta, graph.rotary_share)
 
 
 def malformed(config: Mapping[str, Any], matched: Matched) -> list[str]:
     """Fields that are read here and are no numbers of their kind, each with what it should be."""
-    graph, given = GRAPHS[matched.architecture], config.get("rope_parameters") or config.get("rope_scaling") or {}
+    graph, given = graphs()[matched.architecture], config.get("rope_parameters") or config.get("rope_scaling") or {}
     rotary = {name: config.get(name) for name in ("rope_parameters", "rope_scaling")}
     rotary |= {name: given.get(name) for name in (FULL, SLIDING)} if isinstance(given, Mapping) else {}
     if wrong := {name: value for name, value in rotary.items() if not isinstance(value, Mapping | None)}:
@@ -132,7 +70,7 @@ def _wrong(given: Mapping[str, Any], name: str, kind: type, needed: bool = False
 
 def problems(config: Mapping[str, Any], matched: Matched) -> Iterator[str]:
     """What llama.cpp would compute differently from the model, each with what to do."""
-    graph = GRAPHS[matched.architecture]
+    graph = graphs()[matched.architecture]
     act = config.get(graph.activation, graph.activations[-1])
     if act is not None and act not in graph.activations:
         yield f"{graph.activation} is {act!r}; llama.cpp's {graph.name} computes {graph.activations[0]}"
@@ -144,11 +82,9 @@ def problems(config: Mapping[str, Any], matched: Matched) -> Iterator[str]:
         yield f"llama.cpp's {graph.name} has no {', '.join(more)}"
     if "moe.gate.weight" in roles and "mlp.gate.weight" in roles:
         yield f"some layers have no experts; llama.cpp's {graph.name} wants them in all"
-    hidden, heads, head_dim = (int(str(matched.names.get(name, 0))) for name in ("hidden", "heads", "head_dim"))
-    if graph.name == "nemotron" and heads * head_dim != hidden:
-        yield "heads * head_dim is not hidden, which llama.cpp's nemotron wants"
-    if graph.name == "qwen3moe" and not config.get("norm_topk_prob", False):
-        yield "norm_topk_prob is false; llama.cpp's qwen3moe divides the experts' shares by their sum"
+    for formula, problem in graph.refuse:
+        if formula.value({name: config.get(name) for name in formula.names} | dict(matched.names)):
+            yield problem
     if config.get("scale_attn_by_inverse_layer_idx"):
         yield "scale_attn_by_inverse_layer_idx is true, which llama.cpp does not compute"
     yield from _rope_problems(rotary(config, graph), graph)
@@ -156,14 +92,15 @@ def problems(config: Mapping[str, Any], matched: Matched) -> Iterator[str]:
 
 
 def _rope_problems(rope: Rope, graph: Graph) -> Iterator[str]:
-    known = ("default", "linear", "llama3") if graph.name == "llama" else ("default", "linear")
+    known = ("default", *graph.scalings)
     if graph.rotary and rope.kind not in known:
         yield (
             f"rope_type {rope.kind!r} is not written for llama.cpp's {graph.name}; known: {', '.join(known)}. Take "
             'config={"rope_parameters": ...} without scaling, and give llama.cpp --rope-scaling when it runs'
         )
-    if graph.name == "gemma3" and rope.local != 1e4:
-        yield f"layers with a window turn with theta {rope.local:g}; llama.cpp's gemma3 takes 10000"
+    if graph.local_theta not in (0, rope.local):
+        takes = f"llama.cpp's {graph.name} takes {graph.local_theta:.0f}"
+        yield f"layers with a window turn with theta {rope.local:g}; {takes}"
 
 
 def _window_problems(config: Mapping[str, Any], matched: Matched, graph: Graph) -> Iterator[str]:
@@ -177,23 +114,23 @@ def _window_problems(config: Mapping[str, Any], matched: Matched, graph: Graph) 
     if not config.get("sliding_window"):
         yield f"config.json gives no sliding_window, which llama.cpp's {graph.name} needs"
     hidden, heads = int(str(matched.names["hidden"])), int(str(matched.names["heads"]))
-    scalar = hidden / heads if layers == graph.largest else int(str(matched.names["head_dim"]))
-    if graph.scaled and config.get("query_pre_attn_scalar", 256) != scalar:
+    scalar = hidden / heads if layers == graph.root_layers else int(str(matched.names["head_dim"]))
+    if config.get("query_pre_attn_scalar", 256) != scalar:
         yield (
             f"query_pre_attn_scalar is {config.get('query_pre_attn_scalar', 256)}; with {layers} layers llama.cpp's "
             f"{graph.name} divides attention by the root of {scalar:g}"
         )
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if graph.name == "gemma2" and config.get(name, 1) is None:
-            yield f"{name} is null; llama.cpp's gemma2 caps logits in any case"
-    if graph.name == "gemma3" and (config.get("attn_logit_softcapping") or config.get("final_logit_softcapping")):
-        yield "logits are soft-capped, which llama.cpp's gemma3 does not compute"
+    for name in graph.softcaps:
+        if config.get(name, 1) is None:
+            yield f"{name} is null; llama.cpp's {graph.name} caps logits in any case"
+    if not graph.softcaps and any(config.get(name) for name in SOFTCAPS):
+        yield f"logits are soft-capped, which llama.cpp's {graph.name} does not compute"
 
 
 def window_notes(config: Mapping[str, Any], matched: Matched) -> list[str]:
     """Sentences on windows that llama.cpp's graph does not have."""
-    graph, window = GRAPHS[matched.architecture], config.get("sliding_window")
-    uses = config.get("use_sliding_window", graph.name not in ("qwen2", "qwen3", "qwen3moe"))
+    graph, window = graphs()[matched.architecture], config.get("sliding_window")
+    uses = config.get("use_sliding_window", graph.window)
     if graph.every or not window or not uses or window >= _context(config, matched):
         return []
     return [f"attention has a window of {window}; llama.cpp attends to every token, so longer prompts differ"]
@@ -206,7 +143,7 @@ def _context(config: Mapping[str, Any], matched: Matched) -> int:
 
 def hyperparameters(config: Mapping[str, Any], matched: Matched) -> dict[str, Any]:
     """The keys of the architecture; an array is a tensor that follows from the config."""
-    graph, names = GRAPHS[matched.architecture], matched.names
+    graph, names = graphs()[matched.architecture], matched.names
 
     def count(name: str) -> int:
         return int(str(names[name]))
@@ -235,7 +172,7 @@ def hyperparameters(config: Mapping[str, Any], matched: Matched) -> dict[str, An
     if rope.kind == "linear":
         keys[f"{graph.name}.rope.scaling.type"] = "linear"
         keys[f"{graph.name}.rope.scaling.factor"] = f32(float(rope.scaling["factor"]))
-    if graph.name == "phi3":
+    if graph.original_context:
         original = config.get("original_max_position_embeddings") or _context(config, matched)
         keys[f"{graph.name}.rope.scaling.original_context_length"] = u32(int(original))
     if rope.kind == "llama3":
@@ -257,9 +194,5 @@ def _windows(config: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     if graph.every:
         keys["attention.sliding_window"] = u32(int(config["sliding_window"]))
-    if graph.name == "phi3":
-        keys["attention.sliding_window"] = u32(0)  # llama.cpp reads the key and has no window in this graph
-    if graph.name == "gemma2":
-        keys["attn_logit_softcapping"] = f32(float(config.get("attn_logit_softcapping") or 50.0))
-        keys["final_logit_softcapping"] = f32(float(config.get("final_logit_softcapping") or 30.0))
-    return keys
+    keys |= {key: u32(value) for key, value in graph.constants.items()}
+    return keys | {name: f32(float(config.get(name) or cap)) for name, cap in graph.softcaps.items()}

@@ -15,7 +15,7 @@ from bridge.tables.dialects.dialect import DialectRow
 from bridge.tables.expressions.ops import Rank
 from bridge.targets.dialect_steps import DialectDrafting, Placed
 from bridge.targets.gguf.encodings import block_type, coding, rounding_note
-from bridge.targets.gguf.metadata import GRAPHS
+from bridge.targets.gguf.llama_cpp import graphs
 
 FILE = "model.gguf"
 # llama.cpp adds and multiplies in float32 only, and finds the experts in float32.
@@ -114,7 +114,7 @@ class Drafting(DialectDrafting):
             problems.append(f"in = {shape[-1]} is no multiple of {kind.upper()}'s {unit};{near} {keep}")
         if self._experts(placed.row) and has_tensor_scale(format_):
             problems.append(f"llama.cpp wants a scale per expert, and this stack has one; use mxfp4_wo, {keep}")
-        graph = GRAPHS[self.matched.architecture]
+        graph = graphs()[self.matched.architecture]
         if kind == "nvfp4" and not graph.second_scale:
             problems.append(f"llama.cpp's {graph.name} leaves out NVFP4's scale of the tensor; use mxfp4_wo, {keep}")
         elif kind == "nvfp4" and self._biased(placed):

@@ -10,7 +10,8 @@ from typing import Any
 from bridge.core.formats.gguf import Typed, u32
 from bridge.core.output.names import GENERATION
 from bridge.core.text import described
-from bridge.sources.configs.token_ids import TOKENIZER_CONFIG, token_ids
+from bridge.sources.configs.tokenizer_files import TOKENIZER_CONFIG, token_ids
+from bridge.targets.gguf.llama_cpp import token_rows
 from bridge.targets.gguf.tokenizer_file import ANEW, DEFAULT, JSON, Files, Part, Reading, TokenizerFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -27,10 +28,6 @@ NFC_NOTE = (
     "as macOS writes names of files, becomes other tokens"
 )
 
-_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-# The regular expression that cuts text into words -> llama.cpp's name of it.
-SPLITS = {_WORDS + r"\p{N}{1,3}" + _TAIL: "llama-bpe", _WORDS + r"\p{N}" + _TAIL: "qwen2"}
 KNOWN = "known: GPT-2's, Llama 3's, Qwen 2's and StarCoder's"
 
 
@@ -73,7 +70,7 @@ def _add_tokens(tokenizer: TokenizerFile, vocab: int, made: Description) -> None
         made.refuse("puts a prefix or suffix to parts of words, which llama.cpp does not; use target hf")
     tokens, types = _tokens(tokenizer, vocab, made)
     keys = made.keys
-    keys["tokenizer.ggml.model"] = "llama" if tokenizer.byte_fallback else "gpt2"
+    keys["tokenizer.ggml.model"] = token_rows("models")["pieces" if tokenizer.byte_fallback else "bytes"]
     keys["tokenizer.ggml.pre"] = "default" if tokenizer.byte_fallback else _pre_tokenizer(tokenizer, made)
     keys["tokenizer.ggml.tokens"] = Typed("str", tuple(tokens))
     keys["tokenizer.ggml.token_type"] = Typed("i32", tuple(types))
@@ -111,7 +108,8 @@ def _split(parts: tuple[Part, ...]) -> str:
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and regex and parts[0].get("individual_digits"):
         return "starcoder"
-    return SPLITS.get(_pattern(parts[0], "Regex"), "") if kinds == ["Split", "ByteLevel"] and not regex else ""
+    known = {pattern: name for name, pattern in token_rows("splits").items()}
+    return known.get(_pattern(parts[0], "Regex"), "") if kinds == ["Split", "ByteLevel"] and not regex else ""
 
 
 def _spaces(tokenizer: TokenizerFile, made: Description) -> bool:

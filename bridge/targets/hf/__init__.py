@@ -22,10 +22,10 @@ from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import StreamedTarget, check_ranks, float_dtype, option, write_checkpoint
 from bridge.targets.config_json import generation_config, generation_problems
-from bridge.targets.generation import DECODERS
 from bridge.targets.hf.shards import index, names_of
 from bridge.targets.hf.spelling import SPELLINGS, spelling
 from bridge.targets.hf.steps import Drafting
+from bridge.targets.tasks import classes_of
 
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
@@ -161,7 +161,7 @@ class Hf(StreamedTarget):
 
     def next_command(self, plan: Plan) -> str:
         """The command of a program that loads it, for a language model."""
-        if not plan.architecture.endswith(DECODERS):
+        if not plan.architecture.endswith(classes_of("causal-lm")):
             return ""
         loading = (name for name in SERVERS if not verdict(load_runtime(name), plan).why_not)
         program = plan.program or next(loading, "")

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.output.names import GENERATION
-from bridge.targets.generation import READING, TRANSCRIBING, Settings, from_thread
+from bridge.targets.generation import READS, TRANSCRIBES, Settings, from_thread
 from bridge.targets.hf.runtime import Runtime
+from bridge.targets.tasks import classes_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +22,7 @@ class Generator:
         runtime = Runtime(directory)
         self.runs = "its weights, dequantized, in transformers" if runtime.substitute else "its weights in transformers"
         self._model = runtime.model
-        if type(self._model).__name__ in TRANSCRIBING and (directory / GENERATION).is_file():
+        if type(self._model).__name__ in classes_of(TRANSCRIBES) and (directory / GENERATION).is_file():
             from transformers import GenerationConfig
 
             # names the languages, and what is never written
@@ -49,7 +50,7 @@ class Generator:
         sampling = {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0} if settings.temperature else {}
         torch.manual_seed(settings.seed)
         # of a model that reads an image or a sound alone, a prompt is what the decoder has written so far
-        alone = type(self._model).__name__ in (*READING, *TRANSCRIBING)
+        alone = type(self._model).__name__ in classes_of(READS, TRANSCRIBES)
         name = "decoder_input_ids" if alone else "input_ids"
         prompt = {name: torch.tensor([ids])} if ids else {}
         self._model.generate(

@@ -17,19 +17,16 @@ from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import option
+from bridge.targets.onnx.formats import FLOAT_ACTIVATIONS
+from bridge.targets.onnx.target import OnnxTarget
 from bridge.targets.ort.joining import join_attention
-from bridge.targets.trt import FLOAT_ACTIVATIONS, Trt
+from bridge.targets.tasks import listed
 
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
     from bridge.streaming.context import ConversionContext, WriteResult
 
 OPSET = 23  # the first with Attention, RotaryEmbedding and RMSNormalization, which fusing starts from
-# Whose rewritten graphs the tests compare with transformers, padding and caches included.
-DECODERS = (
-    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM",
-    "Gemma3ForCausalLM", "Phi3ForCausalLM",
-)  # fmt: skip
 # Rules of `trt`'s lint that hold for every reader of ONNX with external data; the others are TensorRT's own.
 RULES = (
     "scale-constant", "scale-positive", "scale-axis", "block-scale", "opset", "ir-version", "border", "missing-value",
@@ -52,7 +49,7 @@ class OrtOptions:
     dtype: ClassVar[str] = "float32"  # what ONNX Runtime's CPU kernels of these operators compute in
 
 
-class Ort(Trt):
+class Ort(OnnxTarget):
     """See `bridge.targets.Target`."""
 
     name = "ort"
@@ -97,9 +94,9 @@ class Ort(Trt):
 
     def why_no_graph(self, draft: Draft) -> str:
         architecture = draft.structure.architecture
-        if architecture in DECODERS:
+        if architecture in (fused := listed("ort", "classes")):
             return ""
-        known = ", ".join(DECODERS)
+        known = ", ".join(fused)
         return f"{architecture}: no test shows that its graph fuses; use target trt, or one of {known}"
 
     def draft(self, draft: Draft) -> Drafted:
@@ -116,19 +113,19 @@ class Ort(Trt):
         return "qbridge run {out} 'The sun is'"
 
     def lint(self, directory: Path, plan: Plan) -> list[str]:
-        from bridge.targets.trt.lint import RULES as ALL
-        from bridge.targets.trt.lint import lint
+        from bridge.targets.onnx.lint import RULES as ALL
+        from bridge.targets.onnx.lint import lint
 
         return [str(finding) for finding in lint(directory, rules=[rule for rule in ALL if rule.id in RULES])]
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
-        from bridge.targets.trt.graph.light_import import import_onnx_ir
+        from bridge.targets.onnx.export.light_import import import_onnx_ir
 
         import_onnx_ir()
+        from bridge.targets.onnx.write.genai_config import write_genai_config
+        from bridge.targets.onnx.write.writer import GraphOptions, write_onnx
         from bridge.targets.ort.packing import join_products
         from bridge.targets.ort.rewrite import fuse
-        from bridge.targets.trt.genai_config import write_genai_config
-        from bridge.targets.trt.writer import GraphOptions, write_onnx
 
         options, config = context.plan.options, context.source.config
         rewrite = partial(fuse, windows=_windows(config), positions=_text(config).get("max_position_embeddings") or 0)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from bridge.targets.onnx.export.stamp import KV
 from bridge.targets.ort.edit import MICROSOFT, add_node, as_sequence, constant, extents, input_of, made_by
-from bridge.targets.trt.graph.stamp import KV
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ Rotation comes first: attention then reads rotated queries and keys whose heads 
 from __future__ import annotations
 
 from bridge.core.errors import ExportError
+from bridge.targets.onnx.export.float_graph import Graph
+from bridge.targets.onnx.write.sites import find_kv
 from bridge.targets.ort.attention import fuse_attention
 from bridge.targets.ort.norms import fuse_norms
 from bridge.targets.ort.packing import pack_slices
 from bridge.targets.ort.rotary import fuse_rotary
 from bridge.targets.ort.rotation import drop_positions, rotate_inside
-from bridge.targets.trt.graph.float_graph import Graph
-from bridge.targets.trt.sites import find_kv
 
 
 def fuse(graph: Graph, windows: bool, positions: int) -> None:

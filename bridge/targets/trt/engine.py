@@ -87,7 +87,7 @@ def profile_shapes(onnx_path: Path, profile: Profile) -> dict[str, Shapes]:
     """Return input -> (min, opt, max) for every input with a dynamic axis; UsageError if an axis has no range."""
     import onnx
 
-    from bridge.targets.trt.lint.model import axes
+    from bridge.targets.onnx.lint.model import axes
 
     graph = onnx.load(onnx_path, load_external_data=False).graph
     inputs = {value.name: axes(value.type.tensor_type) for value in graph.input}

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import SEARCHED, to_float32
 from bridge.core.errors import SchemeError
 from bridge.core.output.directory import Work
-from bridge.core.pages import Buffers
 from bridge.core.text import first_of
 from bridge.core.values import Structure, TensorSpec
 from bridge.planning.plan import Layout, Plan, Step

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from bridge.core.addresses import is_remote
 from bridge.core.errors import BatchError, UsageError, WriteError, disk_is_full, reason
 from bridge.core.output.directory import HOW_TO_GO_ON
 from bridge.core.output.replace import recover
-from bridge.core.places import is_remote
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, is_bars, shows_progress
 from bridge.core.remote.upload import made_at, tidy

@@ -17,14 +17,13 @@ from typing import Any
 from bridge.api.plans import plan
 from bridge.api.request import Request, resolve, unwarned_data_of
 from bridge.api.sensitivity.budget import is_automatic, parse_automatic
-from bridge.calibration.amount import sampling_for
 from bridge.calibration.data import Sampling
-from bridge.calibration.requirements import check_device, check_device_name
+from bridge.calibration.requirements import check_device, check_device_name, sampling_for
+from bridge.core.addresses import check_length
 from bridge.core.errors import BridgeError, CalibrationError, UsageError
 from bridge.core.output.replace import check_free
 from bridge.core.parsing.problems import Problems
 from bridge.core.parsing.relative import PLACES
-from bridge.core.places import check_length
 from bridge.core.text import byte_count
 from bridge.quant.schemes.load import load_scheme
 from bridge.sources.opening import open_source

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from bridge.api.verbs import convert
+from bridge.core.addresses import check_length, is_remote
 from bridge.core.errors import UsageError
 from bridge.core.parsing.limited import load_toml
 from bridge.core.parsing.problems import Problems
 from bridge.core.parsing.relative import PLACES, absolute, resolved
-from bridge.core.places import check_length, is_remote
 from bridge.core.text import nearest
 from bridge.targets import load_target, make_options
 from bridge.workflows.chain.argument_types import check_types

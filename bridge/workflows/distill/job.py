@@ -12,10 +12,10 @@ from typing import Any
 from bridge.api.plans import plan, scheme_of
 from bridge.api.request import given_calibration
 from bridge.api.sensitivity.budget import is_automatic
+from bridge.core.addresses import is_remote
 from bridge.core.errors import BridgeError, TrainingError, UsageError
 from bridge.core.machine import available_memory
 from bridge.core.output.replace import check_free
-from bridge.core.places import is_remote
 from bridge.core.text import size
 from bridge.core.values import Structure, main_dtype
 from bridge.core.version import __version__

@@ -7,7 +7,6 @@ attacker who may write the weights: sign the files for that.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,19 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import GoldenError
 from bridge.core.files.handles import opened, read_into
-from bridge.core.pages import Buffers
 from bridge.core.values import TensorSpec
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.decode import as_floats
 from bridge.streaming.rows import TensorReader
-from bridge.workflows.golden.values import Statistics
+from bridge.workflows.golden.store import Statistics, positions
 
 PIECE = 2 << 20  # bytes: fits a core's cache between read and hash, and keeps the cost per call small
-SAMPLE = 64  # elements of each tensor
-EDGE = 8  # of them from each end
 LANES = 256  # parallel sums: whole rows are added, in an order that is the same on every machine
 
 
@@ -48,15 +45,6 @@ def hasher() -> Any:
     except ImportError as error:
         raise GoldenError("goldens are hashed with xxhash: pip install 'qbridge[golden]'") from error
     return xxh3_128()
-
-
-def positions(name: str, size: int, count: int = SAMPLE) -> np.ndarray:
-    """Indices of a tensor's samples: from both ends, and others derived from its name."""
-    if size <= count:
-        return np.arange(size)
-    edge = min(EDGE, count // 4)
-    drawn = np.frombuffer(hashlib.shake_256(name.encode()).digest(8 * (count - 2 * edge)), "<u8") % size
-    return np.array(sorted({*range(edge), *range(size - edge, size), *drawn.tolist()}))
 
 
 def digest_tensor(file: TensorReader, spec: TensorSpec, buffers: Buffers, statistics: bool = False) -> Digest:

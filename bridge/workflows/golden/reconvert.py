@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from bridge.api.verbs import convert
+from bridge.core.addresses import check_length, check_local
 from bridge.core.errors import GoldenError, UsageError, drop_notes
 from bridge.core.output.names import CALIBRATION as OUTPUT_CALIBRATION
 from bridge.core.output.temporary import temporary_directory
-from bridge.core.places import check_here, check_length
 from bridge.core.progress import Progress
 from bridge.planning.plan import PASSTHROUGH, Plan
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.catalog import kv_names, scheme_names
 from bridge.quant.schemes.load import load_scheme
-from bridge.workflows.golden.store import CALIBRATION, Golden
-from bridge.workflows.golden.values import Rerun
+from bridge.workflows.golden.store import CALIBRATION, Golden, Rerun
 
 ENGINE = "engine"  # TensorRT builds it from the file that the golden records
 
@@ -30,7 +29,7 @@ def arguments(plan: Plan, directory: Path, quant: str | Path | None = None) -> t
     Args:
         quant: the recipe that it was converted with; built-in schemes are found by their digest.
     """
-    check_here(quant=quant)
+    check_local(quant=quant)
     files: dict[str, bytes] = {}
     if (directory / OUTPUT_CALIBRATION).is_file():
         files[CALIBRATION] = replace(Calibration.load(directory / OUTPUT_CALIBRATION), held_out=None).to_bytes()

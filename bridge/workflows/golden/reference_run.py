@@ -21,8 +21,7 @@ from bridge.planning.plan import Plan, Step
 from bridge.targets import load_target
 from bridge.verification.outputs import FLOAT_ERROR
 from bridge.verification.verify import check_fits, check_on_disk
-from bridge.workflows.golden.digests import positions
-from bridge.workflows.golden.values import Reference
+from bridge.workflows.golden.store import Reference, positions
 
 POSITIONS = 64  # tokens: a wrong RoPE permutation shows only after about twenty
 MAX_MODULES = 16  # matrices of the first layers: two layers of a Llama have fourteen
@@ -113,9 +112,9 @@ def _run_with_taps(
     directory: Path, steps: Iterable[Step], feeds: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Inner values of an ONNX file, as additional outputs, and its output."""
-    from bridge.targets.trt.encoder_decoder import feeds_of
-    from bridge.targets.trt.layer_error import places
-    from bridge.targets.trt.runtime import Runtime
+    from bridge.targets.onnx.run.encoder_decoder import feeds_of
+    from bridge.targets.onnx.run.layer_error import places
+    from bridge.targets.onnx.run.runtime import Runtime
 
     of_steps = list(steps)
     tapped: dict[str, np.ndarray] = {}

@@ -19,13 +19,11 @@ from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.remote.opening import written_at
 from bridge.core.version import __version__, versions
 from bridge.reporting.report import verdict
-from bridge.workflows.golden.compare import compare, outputs_moved
-from bridge.workflows.golden.moved import Move, Moved, lines
+from bridge.workflows.golden.differences import Difference, Differences, compare, compare_outputs, lines
 from bridge.workflows.golden.reconvert import arguments, converted
 from bridge.workflows.golden.reference_run import reference
 from bridge.workflows.golden.snapshot import SnapshotReader
-from bridge.workflows.golden.store import MARK, Golden, is_golden, load
-from bridge.workflows.golden.values import Change, Reference
+from bridge.workflows.golden.store import MARK, Change, Golden, Reference, is_golden, load
 
 NOT_REQUESTED = "a run was not requested"
 ALWAYS = ("qbridge", "numpy", "numba")  # affect every model; other packages only if they run or export it
@@ -90,7 +88,7 @@ def _save(new: Golden, old: Golden | None, directory: Path, output: str, reason:
         if _same_arguments(old, new):
             return old
     if old and not reason:
-        moved = Moved(str(directory), output, len(new.snapshot.tensors), tuple(moves))
+        moved = Differences(str(directory), output, len(new.snapshot.tensors), tuple(moves))
         raise GoldenError(f"{directory} would change; say why: reason=, --reason TEXT\n{moved}")
     if reason:
         version = f"{old.versions.get('qbridge')} -> {__version__}" if old else __version__
@@ -112,7 +110,7 @@ def check(
     config: Any = None,
     tokenizer: Any = None,
     progress: Progress | bool | None = None,
-) -> Moved:
+) -> Differences:
     """Check a model against its golden: read `out` again, or convert `model` again.
 
     Args:
@@ -139,16 +137,16 @@ def check(
             ran = _run_again(golden, reader, run, bool(moves))
         except Exception as error:  # of any class, from torch and ONNX Runtime; a difference may be the cause
             ran = Reference()
-            moves.append(Move("outputs", "output", f"no longer runs: {type(error).__name__}: {error}"))
-    moves += outputs_moved(golden.reference, ran) if ran.values else []
+            moves.append(Difference("outputs", "output", f"no longer runs: {type(error).__name__}: {error}"))
+    moves += compare_outputs(golden.reference, ran) if ran.values else []
     notes = _notes(golden.versions, _versions(reader, ran))
     notes += [f"outputs were not compared: {ran.not_run}"] if ran.not_run else []
     after = str(reader.directory) if out is not None else "a new conversion"
-    return Moved(str(directory), after, len(golden.snapshot.tensors), tuple(moves), tuple(notes))
+    return Differences(str(directory), after, len(golden.snapshot.tensors), tuple(moves), tuple(notes))
 
 
 @shows_progress
-def diff(a: str | Path, b: str | Path, *, progress: Progress | bool | None = None) -> Moved:
+def diff(a: str | Path, b: str | Path, *, progress: Progress | bool | None = None) -> Differences:
     """List what moved from `a` to `b`, each a golden or a written model; outputs are compared between goldens only.
 
     >>> import bridge
@@ -165,16 +163,16 @@ def diff(a: str | Path, b: str | Path, *, progress: Progress | bool | None = Non
         one, other = sides[0].reference, sides[1].reference
         notes = _notes(sides[0].versions, sides[1].versions)
         if one.values and other.values and _same_inputs(one, other):
-            moves += outputs_moved(one, other)
+            moves += compare_outputs(one, other)
         else:
             notes.append("outputs were not compared: one was not run, or the inputs differ")
-    return Moved(str(places[0]), str(places[1]), len(before.tensors), tuple(moves), tuple(notes))
+    return Differences(str(places[0]), str(places[1]), len(before.tensors), tuple(moves), tuple(notes))
 
 
-def _moves(old: Golden, new: Golden) -> list[Move]:
+def _moves(old: Golden, new: Golden) -> list[Difference]:
     moves = compare(old.snapshot, new.snapshot, old.statistics, new.statistics)
     comparable = new.reference.values and _same_inputs(old.reference, new.reference)
-    return moves + (outputs_moved(old.reference, new.reference) if comparable else [])
+    return moves + (compare_outputs(old.reference, new.reference) if comparable else [])
 
 
 def _same_arguments(old: Golden, new: Golden) -> bool:

@@ -16,8 +16,8 @@ from bridge.api.words import SchemeName
 from bridge.calibration.data import BATCH, Data, Sampling
 from bridge.calibration.reference_outputs import runner
 from bridge.calibration.requirements import check_device_here
+from bridge.core.addresses import is_remote
 from bridge.core.errors import InspectError, UsageError, warn
-from bridge.core.places import is_remote
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.remote.opening import written_at

@@ -14,7 +14,7 @@ import bridge
 from bridge.api.sensitivity.budget import parse_automatic, parse_budget
 from bridge.api.sensitivity.candidates import Destination
 from bridge.api.sensitivity.choose import choose
-from bridge.api.sensitivity.job import make_job
+from bridge.api.sensitivity.job import Question, make_job
 from bridge.api.sensitivity.recipe import recipe, recipe_base
 from bridge.api.sensitivity.units import units_of
 from bridge.core.errors import BridgeError, CalibrationError, SchemeError, UsageError
@@ -47,7 +47,7 @@ def test_a_budget_without_a_sense_is_refused_with_the_ways_to_write_one(text: st
 
 
 def test_parts_that_promise_too_much_are_tightened_until_the_whole_fits() -> None:
-    job: Any = make_job(MODEL, "int4_wo", "kl=0.05", None, "kl", None, None, None)
+    job: Any = make_job(open_source(MODEL), Question("int4_wo", budget="kl=0.05"))
     names = [unit.name for unit in job.units]
     costs = {(name, 0): 0.001 * (n + 1) for n, name in enumerate(names)}
 
@@ -65,7 +65,7 @@ def test_parts_that_promise_too_much_are_tightened_until_the_whole_fits() -> Non
 
 
 def test_parts_that_promise_too_little_are_raised_while_the_whole_fits() -> None:
-    job: Any = make_job(MODEL, "int4_wo", "kl=0.05", None, "kl", None, None, None)
+    job: Any = make_job(open_source(MODEL), Question("int4_wo", budget="kl=0.05"))
     costs = {(unit.name, 0): 0.01 for unit in job.units}
     found: Any = SimpleNamespace(alone=costs, cache=None)
     _, choice = choose(job, found, lambda formats: 0.006 * len(formats))
@@ -138,7 +138,7 @@ def test_experts_of_a_layer_are_one_unit_and_one_glob(tmp_path: Path) -> None:
 
     model = build("mixtral")
     model.config.architectures = [type(model).__name__]
-    job = make_job(model, "int8_wo", "9bits", None, "kl", None, None, None)
+    job = make_job(open_source(model), Question("int8_wo", budget="9bits"))
     experts = [unit for unit in job.units if unit.name.endswith(".experts.*")]
     assert [len(unit.sites) for unit in experts] == [9, 9]  # three matrices of three experts, in two layers
     text = recipe(job.base, [], [("none", experts[:1])], [site.module for site in job.structure.sites])
@@ -169,7 +169,7 @@ def test_experts_of_a_layer_are_one_unit_and_one_glob(tmp_path: Path) -> None:
 def test_what_headers_can_tell_is_refused_before_the_model_is_loaded(changes: Any, error: Any, said: str) -> None:
     words = {"quant": "int4_wo", "budget": None, "fallback": None, "method": "kl", "kv": None} | changes
     with pytest.raises(error, match=said):
-        make_job(MODEL, **words, config=None, tokenizer=None)
+        make_job(open_source(MODEL), Question(**words))
 
 
 def test_a_scheme_that_modelopt_simulates_on_a_gpu_only_is_refused_without_one() -> None:
@@ -178,7 +178,7 @@ def test_a_scheme_that_modelopt_simulates_on_a_gpu_only_is_refused_without_one()
         pytest.skip("there is a GPU")
     for words in ({"quant": "nvfp4_mse", "fallback": None}, {"quant": "int4_wo", "fallback": "mxfp8"}):
         with pytest.raises(CalibrationError, match="without CUDA"):
-            make_job(MODEL, **words, budget=None, method="kl", kv=None, config=None, tokenizer=None)  # type: ignore[arg-type]
+            make_job(open_source(MODEL), Question(**words))  # type: ignore[arg-type]
 
 
 def test_a_unit_of_which_one_module_does_not_fit_stays_whole_and_the_fallback_is_not_asked_for_it(
@@ -189,7 +189,7 @@ def test_a_unit_of_which_one_module_does_not_fit_stays_whole_and_the_fallback_is
         return [(name, "is odd")] if name in {site.module for site in structure.sites} else []
 
     monkeypatch.setattr("bridge.api.plans.incompatibilities_of", incompatibilities_of)
-    job = make_job(MODEL, "int4_wo", "6bits", "fp8", "kl", None, None, None)
+    job = make_job(open_source(MODEL), Question("int4_wo", budget="6bits", fallback="fp8"))
     assert [unit.name for unit in job.candidates.kept] == ["model.layers.1.self_attn.{q_proj,k_proj,v_proj}"]
     why = "model.layers.1.self_attn.q_proj, model.layers.1.self_attn.v_proj: has the same format as "
     assert f"{why}model.layers.1.self_attn.k_proj" in job.candidates.why
@@ -206,16 +206,16 @@ def test_what_hf_refuses_and_another_target_takes_is_planned_for_that_target(mon
     monkeypatch.setattr(
         "bridge.api.plans.incompatibilities_of", lambda *words: [("KV cache", "no")] * (words[2] != "trt")
     )
-    job = make_job(MODEL, "int8_wo", None, None, "kl", None, None, None)
+    job = make_job(open_source(MODEL), Question("int8_wo"))
     assert (job.candidates.destination.target, job.candidates.kept) == ("trt", ())
     monkeypatch.setattr("bridge.api.plans.incompatibilities_of", lambda *_: [("KV cache", "no")])
     with pytest.raises(SchemeError, match=r"hf:\n  KV cache: no"):
-        make_job(MODEL, "int8_wo", None, None, "kl", None, None, None)
+        make_job(open_source(MODEL), Question("int8_wo"))
 
 
 def test_a_source_that_cannot_be_run_is_refused() -> None:
     with pytest.raises(CalibrationError, match="cannot be run here"):
-        make_job(made_llama(), "int8_wo", None, None, "kl", None, None, None)
+        make_job(open_source(made_llama()), Question("int8_wo"))
 
 
 @pytest.mark.slow
@@ -252,11 +252,11 @@ SEVERAL = ["int4_wo", "fp8", "int8_wo"]
 def test_what_does_not_go_with_several_schemes_is_refused_before_work(changes: Any, error: Any, said: str) -> None:
     words = {"quant": SEVERAL, "budget": None, "fallback": None, "method": "kl", "kv": None} | changes
     with pytest.raises(error, match=said):
-        make_job(MODEL, **words, config=None, tokenizer=None)
+        make_job(open_source(MODEL), Question(**words))
 
 
 def several(where: Destination, schemes: list[str] = SEVERAL, model: Any = MODEL) -> Any:
-    return make_job(model, schemes, "6bits", None, "kl", None, None, None, where)
+    return make_job(open_source(model), Question(schemes, budget="6bits"), where)
 
 
 def test_every_scheme_has_the_same_units_and_each_may_stay_unquantized() -> None:

@@ -12,8 +12,9 @@ from transformers import (
 )
 
 import bridge
-from bridge.api.sensitivity.job import make_job
+from bridge.api.sensitivity.job import Question, make_job
 from bridge.core.errors import PlanError, SchemeError
+from bridge.sources.opening import open_source
 from tests.models.export_families import GPT2, tokens
 
 
@@ -38,12 +39,12 @@ def test_what_no_target_takes_is_told_and_kept_out_of_a_recipe_that_plans(tmp_pa
 
 def test_a_scheme_that_no_target_takes_at_all_is_refused_before_anything_is_measured() -> None:
     with pytest.raises(SchemeError, match=r"no target supports GPT2LMHeadModel in scheme int4_wo; hf:\n.*in = 80 does"):
-        make_job(narrow(200), "int4_wo", None, None, "kl", None, None, None)
+        make_job(open_source(narrow(200)), Question("int4_wo"))
 
 
 def test_a_fallback_that_does_not_fit_is_refused_before_anything_is_measured() -> None:
     with pytest.raises(SchemeError, match=r"fallback int4_wo does not fit target hf; choose another:\n.*in = 80 does"):
-        make_job(narrow(384), "int8_wo", None, "int4_wo", "kl", None, None, None)
+        make_job(open_source(narrow(384)), Question("int8_wo", fallback="int4_wo"))
 
 
 @pytest.mark.slow

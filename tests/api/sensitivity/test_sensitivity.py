@@ -20,11 +20,11 @@ from transformers import (  # noqa: E402
 
 import bridge  # noqa: E402
 from bridge.api import request as opening  # noqa: E402
-from bridge.api.sensitivity.divergence import Variant, kl, measure  # noqa: E402
-from bridge.api.sensitivity.job import make_job  # noqa: E402
+from bridge.api.sensitivity.divergence import Prefix, Variant, kl, measure  # noqa: E402
+from bridge.api.sensitivity.job import Question, make_job  # noqa: E402
 from bridge.api.sensitivity.measure import Bench, make_bench  # noqa: E402
-from bridge.api.sensitivity.prefix_cache import Prefix  # noqa: E402
 from bridge.calibration.data import Sampling  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
 from bridge.calibration.modelopt import fake_quantize  # noqa: E402
 from bridge.cli.main import app  # noqa: E402
 from bridge.core.errors import BridgeError, CalibrationError, SchemeError  # noqa: E402
@@ -41,8 +41,7 @@ SMALL = {"samples": 4, "sequence": 64}  # one row of 64 tokens is held out
 
 
 def bench(quant: Any, model: Any = MODEL, data: Any = None, **words: Any) -> Bench:
-    given = {"budget": None, "fallback": None, "method": "kl", "kv": None} | words
-    job = make_job(model, quant, **given, config=None, tokenizer=None)
+    job = make_job(open_source(model), Question(quant, **words))
     sizes = SMALL if data is None else {"samples": None, "sequence": None}
     return make_bench(job, opening.data_of(job.source, data, Sampling(**sizes)), None, no_progress)
 
@@ -102,7 +101,7 @@ def test_with_every_unit_off_the_twin_is_the_model_and_with_all_on_what_modelopt
         assert torch.allclose(logits(made.base.model, batch), logits(model, batch), rtol=0, atol=1e-5)
     else:
         assert torch.equal(logits(made.base.model, batch), logits(model, batch))
-    whole = fake_quantize(made.job.source, made.job.structure, made.job.schemes[0], made.data).model
+    whole = fake_quantize(CalibrationJob(made.job.source, made.job.structure, made.job.schemes[0], made.data)).model
     with made.variant(dict.fromkeys(made.base.modules, 0)).on():
         assert torch.equal(logits(made.base.model, batch), logits(whole, batch))
     assert not torch.equal(logits(whole, batch), logits(model, batch))
@@ -116,7 +115,7 @@ def test_a_recipe_made_for_a_divergence_has_it(int4: bridge.Sensitivity, tmp_pat
     source = open_source(MODEL)
     structure = opening.structure_of(source)
     data = opening.data_of(source, None, Sampling(**SMALL))
-    quantized = fake_quantize(source, structure, load_scheme(path).bound(structure.sites), data).model
+    quantized = fake_quantize(CalibrationJob(source, structure, load_scheme(path), data)).model
     (batch,) = data.held_out
     plain = logits(source.load_model(), batch)
     nats = kl(plain, logits(quantized, batch), torch.arange(64)) / 64
@@ -135,7 +134,7 @@ def test_a_fallback_takes_the_place_of_what_costs_most(tmp_path: Path) -> None:
     data = opening.data_of(source, None, Sampling(**SMALL))
     scheme = load_scheme(found.save(tmp_path / "mixed.toml")).bound(structure.sites)
     (batch,) = data.held_out
-    mixed = logits(fake_quantize(source, structure, scheme, data).model, batch)
+    mixed = logits(fake_quantize(CalibrationJob(source, structure, scheme, data)).model, batch)
     nats = kl(logits(source.load_model(), batch), mixed, torch.arange(64)) / 64
     assert nats == pytest.approx(found.choice.measured, rel=1e-9)
 
@@ -179,7 +178,7 @@ def test_a_choice_of_several_schemes_is_measured_as_modelopt_runs_its_recipe(
     data = opening.data_of(source, None, Sampling(**SMALL))
     scheme = load_scheme(mixed.save(tmp_path / "mixed.toml")).bound(structure.sites)
     (batch,) = data.held_out
-    whole = logits(fake_quantize(source, structure, scheme, data).model, batch)
+    whole = logits(fake_quantize(CalibrationJob(source, structure, scheme, data)).model, batch)
     nats = kl(logits(source.load_model(), batch), whole, torch.arange(64)) / 64
     assert nats == pytest.approx(mixed.choice.measured, rel=1e-9)
     written = {scheme.name: scheme for scheme in map(load_scheme, mixed.schemes)}

@@ -16,8 +16,8 @@ transformers = pytest.importorskip("transformers")
 
 from bridge.api.sensitivity.units import units_of  # noqa: E402
 from bridge.calibration.data import Data, prepare  # noqa: E402
-from bridge.calibration.walk.block_errors import ALL, BlockErrors, BlockGauge, measure_block_errors  # noqa: E402
-from bridge.core.progress import no_progress  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
+from bridge.calibration.walk.block_errors import ALL, BlockErrors, BlockProbe, measure_block_errors  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
@@ -49,7 +49,7 @@ def measured(source: Source, scheme: str, data: Data) -> tuple[dict[str, list[st
     structure, bound = structure_of(source), load_scheme(scheme)
     bound = bound.bound(structure.sites)
     units = {unit.name: [site.module for site in unit.sites] for unit in units_of(structure, bound, source.specs)}
-    return units, measure_block_errors(source, structure, bound, data, units, None, no_progress)
+    return units, measure_block_errors(CalibrationJob(source, structure, bound, data), units)
 
 
 def outputs(model: Any, block: str, held_out: Sequence[Any]) -> Any:
@@ -137,13 +137,13 @@ def test_a_unit_in_several_blocks_has_the_sum_of_its_errors(tmp_path: Path, monk
 def test_memory_holds_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, source = saved("LlamaForCausalLM", tmp_path, monkeypatch, num_hidden_layers=4, intermediate_size=808)
     held: list[int] = []
-    runner = BlockGauge.runner
+    runner = BlockProbe.runner
 
     def noted(self: Any, block: str, plain: Any, calibrated: Any) -> Any:
         held.append(_held())
         return runner(self, block, plain, calibrated)
 
-    monkeypatch.setattr(BlockGauge, "runner", noted)
+    monkeypatch.setattr(BlockProbe, "runner", noted)
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     data = data_of(source)
     gc.collect()

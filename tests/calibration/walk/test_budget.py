@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,14 @@ import bridge  # noqa: E402
 from bridge.api.plans import need_of  # noqa: E402
 from bridge.api.request import Request, resolve  # noqa: E402
 from bridge.calibration.algorithms.sizes import hessian_sizes, matrices_of  # noqa: E402
-from bridge.calibration.amount import sampling_for  # noqa: E402
-from bridge.calibration.calibrate import way_of  # noqa: E402
-from bridge.calibration.compute import model_in_memory, source_for  # noqa: E402
+from bridge.calibration.calibrate import choose_strategy  # noqa: E402
 from bridge.calibration.data import DEFAULT, Sampling, prepare  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
+from bridge.calibration.requirements import model_in_memory, sampling_for, source_for  # noqa: E402
 from bridge.calibration.walk.budget import calibration_need, default_tokens, stacked_bytes, streams_of, tokens_of  # noqa: E402
-from bridge.calibration.walk.walk import Walk  # noqa: E402
+from bridge.calibration.walk.run import Walk  # noqa: E402
 from bridge.calibration.walk.workers.device import home_of  # noqa: E402
 from bridge.core.errors import UsageError  # noqa: E402
-from bridge.core.progress import no_progress  # noqa: E402
 from bridge.core.values import Site, TensorSpec  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
@@ -71,8 +71,8 @@ def test_as_many_streams_are_counted_as_a_walk_holds(
     source = open_source(llama)
     structure = structure_of(source)
     scheme = load_scheme(tmp_path / "recipe.toml", kv=kv).bound(structure.sites)
-    walk = Walk(source, structure, scheme, prepare(batches(), source), "cpu", no_progress)
-    assert streams_of(scheme) == streams_of(scheme, structure.sites) == len(walk._streams)
+    walk = Walk(CalibrationJob(source, structure, scheme, prepare(batches(), source)))
+    assert streams_of(scheme) == streams_of(scheme, structure.sites) == len(walk.streams.data)
 
 
 @pytest.mark.parametrize("quant", ["fp8", "int8", "int8_sq"])
@@ -92,8 +92,8 @@ def test_a_base_that_no_site_has_counts_no_stream(kv: str | None, llama: Path, t
     source = open_source(llama)
     structure = structure_of(source)
     scheme = load_scheme(tmp_path / "recipe.toml", kv=kv).bound(structure.sites)
-    walk = Walk(source, structure, scheme, prepare(batches(), source), "cpu", no_progress)
-    assert streams_of(scheme, structure.sites) == len(walk._streams)
+    walk = Walk(CalibrationJob(source, structure, scheme, prepare(batches(), source)))
+    assert streams_of(scheme, structure.sites) == len(walk.streams.data)
 
 
 def test_a_conversion_plans_with_the_rows_that_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,8 @@ def test_the_whole_model_counts_what_transformers_stacks(
     assert stacked_bytes(source.specs.values()) == copied
     resident = open_source(model)
     data, structure = prepare(batches(), source), structure_of(source)
-    ways = [way_of(it, structure, load_scheme("fp8"), data, None, None, 1 << 40) for it in (source, resident)]
+    fp8 = load_scheme("fp8")
+    ways = [choose_strategy(CalibrationJob(it, structure, fp8, data, free=1 << 40)) for it in (source, resident)]
     assert ways[0].need.whole - ways[1].need.whole == copied  # of a model in memory nothing is stacked
 
 
@@ -158,13 +159,13 @@ def test_a_model_in_memory_is_known_in_float32(dtype: str) -> None:
     resident = source_for(open_source(build("LlamaForCausalLM", getattr(torch, dtype))), "fp32")
     structure, data = structure_of(resident), prepare(batches(), resident)
     assert model_in_memory(resident) and home_of(resident) == "cpu"
-    found = way_of(resident, structure, load_scheme("fp8"), data, None, None, 1 << 40)
+    found = choose_strategy(CalibrationJob(resident, structure, load_scheme("fp8"), data, free=1 << 40))
     assert found.resident and not found.ahead and not found.blocks
     if dtype == "float32":
-        assert not way_of(resident, structure, load_scheme("fp8"), data, None, None, free=1).blocks
+        assert not choose_strategy(CalibrationJob(resident, structure, load_scheme("fp8"), data, free=1)).blocks
     else:
         with pytest.raises(UsageError, match="too little to calibrate"):
-            way_of(resident, structure, load_scheme("fp8"), data, None, None, free=1)
+            choose_strategy(CalibrationJob(resident, structure, load_scheme("fp8"), data, free=1))
 
 
 @pytest.mark.slow
@@ -188,12 +189,13 @@ def test_activations_of_a_device_wait_in_the_memory_of_its_host(monkeypatch: pyt
     ids = torch.ones(8, 128, dtype=torch.long)
     data = prepare([{"input_ids": ids}] * 64, source)
     monkeypatch.setattr("bridge.calibration.walk.budget.BASE", 0)
-    host, small = (way_of(source, structure, scheme, data, None, device, 1 << 40) for device in (None, "cuda"))
-    assert small.need.blocks == small.need.in_files == host.need.blocks and not small.need.parked
+    job = CalibrationJob(source, structure, scheme, data, free=1 << 40)
+    host, small = (choose_strategy(replace(job, device=device)) for device in (None, "cuda"))
+    assert small.need.blocks == small.need.in_files == host.need.blocks and not small.need.offloaded
     monkeypatch.setattr("bridge.calibration.walk.budget.STAYS", 1 << 10)
-    device = way_of(source, structure, scheme, data, None, "cuda", 1 << 40)
-    assert device.need.blocks == host.need.in_files < host.need.blocks and device.need.parked == host.need.states
+    device = choose_strategy(replace(job, device="cuda"))
+    assert device.need.blocks == host.need.in_files < host.need.blocks and device.need.offloaded == host.need.states
     assert device.spill(None) is None
-    monkeypatch.setattr("bridge.calibration.calibrate.available_memory", lambda: device.need.parked - 1)
+    monkeypatch.setattr("bridge.calibration.calibrate.available_memory", lambda: device.need.offloaded - 1)
     with pytest.raises(UsageError, match=r"of activations wait in the host's memory, of which .* give fewer samples="):
         device.spill(None)

@@ -15,14 +15,14 @@ pytest.importorskip("modelopt.torch.quantization")
 
 import bridge  # noqa: E402
 from bridge.calibration.data import Data, prepare  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
 from bridge.calibration.modelopt import fake_quantize  # noqa: E402
 from bridge.calibration.walk import experts, routing  # noqa: E402
 from bridge.calibration.walk.budget import Need, Room, calibration_need  # noqa: E402
-from bridge.calibration.walk.gauge import Options  # noqa: E402
+from bridge.calibration.walk.options import Options  # noqa: E402
 from bridge.calibration.walk.resume import Partial  # noqa: E402
 from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
 from bridge.core.errors import CalibrationError, UsageError  # noqa: E402
-from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
@@ -48,7 +48,7 @@ def opened(root: Path, quant: str, kv: str | None = None) -> tuple[Any, Scheme, 
 
 
 def whole(source: Source, scheme: Scheme, data: Data) -> Calibration:
-    return fake_quantize(source, structure_of(source), scheme, data).calibration
+    return fake_quantize(CalibrationJob(source, structure_of(source), scheme, data)).calibration
 
 
 def walked(
@@ -57,7 +57,7 @@ def walked(
     """With the layers that have experts cut, which are the largest blocks of these models, or with `room`."""
     room = room or Room(calibration_need(source.specs, source.config, scheme).largest_bytes - 1, 0)
     return calibrate_by_blocks(
-        source, structure_of(source), scheme, data, None, no_progress, partial=partial, options=Options(room=room)
+        CalibrationJob(source, structure_of(source), scheme, data, partial=partial), Options(room=room)
     )
 
 

@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
 from bridge.calibration.data import prepare  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
 from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
 from bridge.core.errors import CalibrationError  # noqa: E402
-from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
@@ -32,7 +32,7 @@ def test_nan_is_named_with_the_block_that_makes_it(tmp_path: Path) -> None:
     structure = structure_of(source)
     scheme, data = load_scheme("fp8").bound(structure.sites), prepare(batches(), source)
     with pytest.raises(CalibrationError, match=r"^model.layers.1.mlp.up_proj makes NaN of .*: its weight holds"):
-        calibrate_by_blocks(source, structure, scheme, data, None, no_progress)
+        calibrate_by_blocks(CalibrationJob(source, structure, scheme, data))
 
 
 @pytest.mark.slow
@@ -91,5 +91,5 @@ def test_a_failure_inside_a_block_is_told_with_its_reason(
     if not kind.endswith("held out"):
         data = replace(data, held_out=())
     with pytest.raises(ZeroDivisionError if kind == "unknown" else CalibrationError, match=said) as raised:
-        calibrate_by_blocks(source, structure, scheme, data, None, no_progress)
+        calibrate_by_blocks(CalibrationJob(source, structure, scheme, data))
     assert kind != "unknown" or raised.value.__notes__ == ["in model.layers.1.mlp.up_proj.input_quantizer"]

@@ -13,13 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
-from bridge.calibration.compute import source_for  # noqa: E402
 from bridge.calibration.data import Data, prepare  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
+from bridge.calibration.requirements import source_for  # noqa: E402
 from bridge.calibration.walk.resume import Partial  # noqa: E402
-from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
-from bridge.calibration.walk.walk import Walk  # noqa: E402
+from bridge.calibration.walk.run import Walk, calibrate_by_blocks  # noqa: E402
 from bridge.core.errors import BridgeWarning, WriteError  # noqa: E402
-from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
@@ -64,7 +63,7 @@ def calibrated(model: Path, partial: Path | None, scheme: str = "int4_awq", kv: 
     structure = structure_of(source)
     bound = load_scheme(scheme, kv=kv).bound(structure.sites)
     data = prepare(batches("Conditional" in str(source.config["architectures"])), source)
-    return calibrate_by_blocks(source, structure, bound, data, None, no_progress, partial=partial)
+    return calibrate_by_blocks(CalibrationJob(source, structure, bound, data, partial=partial))
 
 
 def stopping(after: int) -> Callable[..., bool]:
@@ -172,7 +171,7 @@ def test_another_dtype_or_other_held_out_inputs_are_another_run(
     scheme = load_scheme("fp8").bound(structure.sites)
 
     def attempt(source: Source, data: Data) -> None:
-        calibrate_by_blocks(source, structure, scheme, data, None, no_progress, partial=tmp_path / "partial")
+        calibrate_by_blocks(CalibrationJob(source, structure, scheme, data, partial=tmp_path / "partial"))
 
     with monkeypatch.context() as patch:
         patch.setattr(Partial, "keep", stopping(1))
@@ -207,7 +206,7 @@ def test_statistics_that_were_changed_since_are_taken_again(
 @pytest.mark.slow
 def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build("LlamaForCausalLM", torch.float32, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr("bridge.calibration.walk.walk.collect", lambda *_: 1 / 0)
+    monkeypatch.setattr("bridge.calibration.walk.run.collect", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         calibrated(tmp_path / "model", tmp_path / "partial")
     assert not (tmp_path / "partial").exists()

@@ -13,18 +13,17 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
 import bridge  # noqa: E402
-from bridge.calibration.calibrate import way_of  # noqa: E402
+from bridge.calibration.calibrate import choose_strategy  # noqa: E402
 from bridge.calibration.data import prepare  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
 from bridge.calibration.walk import states  # noqa: E402
 from bridge.calibration.walk.budget import Tokens, by_blocks, calibration_need, choice  # noqa: E402
-from bridge.calibration.walk.gauge import Options  # noqa: E402
+from bridge.calibration.walk.options import Options  # noqa: E402
 from bridge.calibration.walk.resume import Partial  # noqa: E402
-from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
+from bridge.calibration.walk.run import Walk, calibrate_by_blocks  # noqa: E402
 from bridge.calibration.walk.states import Spill  # noqa: E402
-from bridge.calibration.walk.walk import Walk  # noqa: E402
 from bridge.core.errors import BridgeWarning, UsageError, WriteError  # noqa: E402
 from bridge.core.files.matrices import AppendedFile  # noqa: E402
-from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
@@ -63,21 +62,20 @@ def test_bytes_are_those_of_activations_in_memory(
     structure = structure_of(source)
     bound = load_scheme(scheme[0], kv=scheme[1]).bound(structure.sites)
     data = prepare(batches("Conditional" in family), source)
-    expected = calibrate_by_blocks(source, structure, bound, data, None, no_progress).to_bytes()
+    expected = calibrate_by_blocks(CalibrationJob(source, structure, bound, data)).to_bytes()
     left: list[int] = []
     visit = Walk._visit
+    (tmp_path / "files").mkdir()
+    spill = Spill(tmp_path / "files", share)
 
     def noted(self: Walk, block: Any) -> Any:
-        held = [(b.forward.args, b.forward.kwargs, b.output) for b in self._all if b.forward.block]
-        assert self._spill
-        left.append(sum(s.nbytes() for s, _ in states._storages(held) if s._cdata not in self._spill._mapped))
+        held = [(b.forward.args, b.forward.kwargs, b.output) for b in self.streams.all if b.forward.block]
+        left.append(sum(s.nbytes() for s, _ in states._storages(held) if s._cdata not in spill._mapped))
         return visit(self, block)
 
     monkeypatch.setattr(Walk, "_visit", noted)
-    (tmp_path / "files").mkdir()
-    spill = Spill(tmp_path / "files", share)
     options = Options(spill=spill)
-    found = calibrate_by_blocks(source, structure, bound, data, None, no_progress, options=options)
+    found = calibrate_by_blocks(CalibrationJob(source, structure, bound, data), options)
     assert found.to_bytes() == expected
     assert max(left[1:]) <= share  # the first block gets the ids of the data
     assert not [*(tmp_path / "files").iterdir()]
@@ -199,7 +197,8 @@ def test_a_disk_without_room_for_codes_or_finished_blocks_is_refused_before_a_we
     source = open_source(tmp_path)
     monkeypatch.setattr("bridge.calibration.walk.budget.BASE", 0)
     scheme = load_scheme(quant)
-    way = way_of(source, structure_of(source), scheme, prepare(batches(), source), None, None, free=1 << 40)
+    data = prepare(batches(), source)
+    way = choose_strategy(CalibrationJob(source, structure_of(source), scheme, data, free=1 << 40))
     assert way.need.blocks < way.need.whole
     for name in ("load_model", "load_skeleton", "read", "read_rows"):
         monkeypatch.setattr(type(source), name, lambda *_: pytest.fail("a weight was read"))
@@ -245,7 +244,7 @@ def test_a_disk_that_fills_is_told_and_the_run_goes_on_afterwards(
         return plain(*given)
 
     def digest(partial: Path | None) -> str:
-        return calibrate_by_blocks(source, structure, scheme, data, None, no_progress, partial=partial).digest
+        return calibrate_by_blocks(CalibrationJob(source, structure, scheme, data, partial=partial)).digest
 
     expected = digest(None)
     with monkeypatch.context() as patch:

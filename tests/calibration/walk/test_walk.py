@@ -13,12 +13,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
 import bridge  # noqa: E402
-from bridge.calibration.compute import source_for  # noqa: E402
 from bridge.calibration.data import Data, prepare  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
 from bridge.calibration.modelopt import fake_quantize  # noqa: E402
-from bridge.calibration.walk.gauge import Options  # noqa: E402
-from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
-from bridge.calibration.walk.walk import Walk  # noqa: E402
+from bridge.calibration.requirements import source_for  # noqa: E402
+from bridge.calibration.walk.options import Options  # noqa: E402
+from bridge.calibration.walk.run import Walk, calibrate_by_blocks  # noqa: E402
 from bridge.core.errors import BridgeError, CalibrationError, UsageError  # noqa: E402
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
@@ -81,12 +81,12 @@ EXPERTS = ("Moe", "MoE", "Mixtral", "Deepseek", "Dots1", "Jamba", "MiniMax", "Ol
 
 
 def whole(source: Source, scheme: Scheme, data: Data) -> Calibration:
-    return fake_quantize(source, structure_of(source), scheme, data).calibration
+    return fake_quantize(CalibrationJob(source, structure_of(source), scheme, data)).calibration
 
 
 def walked(source: Source, scheme: Scheme, data: Data, progress: Any = no_progress, ahead: bool = False) -> Calibration:
     options = Options(ahead)
-    return calibrate_by_blocks(source, structure_of(source), scheme, data, None, progress, options=options)
+    return calibrate_by_blocks(CalibrationJob(source, structure_of(source), scheme, data, progress=progress), options)
 
 
 def outcome(way: Any, source: Source, scheme: Scheme, data: Data) -> bytes | type[BridgeError]:
@@ -207,7 +207,7 @@ def test_quantizers_of_a_finished_block_hold_no_memory(
     build(family, torch.float32).save_pretrained(tmp_path)
     source = open_source(tmp_path)
     scheme = load_scheme(quant).bound(structure_of(source).sites)
-    choose, visit = Walk._choose, Walk._visit
+    choose, visit = Walk._keep_codes, Walk._visit
     calibrated: list[int] = []
     left: list[int] = []
 
@@ -217,10 +217,10 @@ def test_quantizers_of_a_finished_block_hold_no_memory(
 
     def visited(self: Walk, block: Any) -> Any:
         seen = visit(self, block)
-        left.append(sum(held_by_weight_quantizers(module) for module in self._fake.modules.values()))
+        left.append(sum(held_by_weight_quantizers(module) for module in self.model.fake.modules.values()))
         return seen
 
-    monkeypatch.setattr(Walk, "_choose", chosen)
+    monkeypatch.setattr(Walk, "_keep_codes", chosen)
     monkeypatch.setattr(Walk, "_visit", visited)
     walked(source, scheme, prepare(batches(), source))
     assert sum(calibrated) > 0 and not any(left)

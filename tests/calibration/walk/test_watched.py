@@ -11,9 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("modelopt.torch.quantization")
 
-from bridge.calibration.automatic import choose  # noqa: E402
+from bridge.calibration.automatic import choose_samples  # noqa: E402
 from bridge.calibration.data import Data, prepare  # noqa: E402
 from bridge.calibration.importance.matrix import measure_importance  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
@@ -36,8 +37,8 @@ def saved(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple
 def test_importance_is_that_of_the_whole_model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, walked = saved(family, tmp_path, monkeypatch)
     scheme, data = load_scheme("q4_0_imatrix"), prepare(batches(), whole)
-    expected = measure_importance(whole, structure_of(whole), scheme, data)
-    found = measure_importance(walked, structure_of(walked), scheme, data, by_blocks=True)
+    expected = measure_importance(CalibrationJob(whole, structure_of(whole), scheme, data))
+    found = measure_importance(CalibrationJob(walked, structure_of(walked), scheme, data), by_blocks=True)
     assert expected.input_square and expected.held_out
     assert found.to_bytes() == expected.to_bytes()
 
@@ -58,6 +59,6 @@ def test_automatic_samples_are_those_of_the_whole_model(
         return replace(prepare(kept, whole), samples=count)
 
     data: Any = replace(cut(512), cut=cut)
-    expected = choose(whole, structure_of(whole), scheme, data)
-    found = choose(walked, structure_of(walked), scheme, data, by_blocks=True)
+    expected = choose_samples(CalibrationJob(whole, structure_of(whole), scheme, data))
+    found = choose_samples(CalibrationJob(walked, structure_of(walked), scheme, data), by_blocks=True)
     assert found.chosen == expected.chosen and found.samples == expected.samples > 32

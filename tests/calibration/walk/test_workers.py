@@ -21,6 +21,7 @@ pytest.importorskip("modelopt.torch.quantization")
 import bridge  # noqa: E402
 from bridge.calibration.calibrate import calibrate  # noqa: E402
 from bridge.calibration.data import prepare  # noqa: E402
+from bridge.calibration.job import CalibrationJob  # noqa: E402
 from bridge.calibration.walk.workers.processes import LAUNCHED, Workers, joined, launched  # noqa: E402
 from bridge.core.errors import CalibrationError, UsageError  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
@@ -109,7 +110,7 @@ def at_once(model: Path, quant: str, kv: str | None, count: int = 6) -> str:
         source = open_source(model)
         structure = structure_of(source)
         scheme = load_scheme(quant, kv=kv).bound(structure.sites)
-        return calibrate(source, structure, scheme, prepare(batches(count=count), source)).digest
+        return calibrate(CalibrationJob(source, structure, scheme, prepare(batches(count=count), source))).digest
 
 
 @pytest.mark.slow
@@ -235,7 +236,7 @@ def test_what_cannot_be_joined_is_refused_before_the_model_is_loaded(
     structure = structure_of(source)
     scheme, data = load_scheme(quant).bound(structure.sites), prepare(batches(), source)
     with pytest.raises(CalibrationError, match=f"scheme {quant}.*{what}.*; calibrate in one process"):
-        calibrate(source, structure, scheme, data, workers=Workers(0, 2, (), True))
+        calibrate(CalibrationJob(source, structure, scheme, data, workers=Workers(0, 2, (), True)))
 
 
 @pytest.mark.parametrize("count", [0, -1, "x", True, 1.0])

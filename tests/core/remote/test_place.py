@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import bridge
+from bridge.core.addresses import checked, is_remote, server_of, shown
 from bridge.core.errors import SourceError, UsageError
-from bridge.core.places import checked, is_remote, server_of, shown
 from bridge.core.remote.path import RemotePath, RemoteTree
 from bridge.core.remote.store import RemoteStat
 

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 import bridge
 from bridge.cli.main import app
+from bridge.core.addresses import LOCAL_ARGUMENTS, check_local
 from bridge.core.errors import BridgeError, GoldenError, UsageError, VerifyError
-from bridge.core.places import HERE, check_here
 from bridge.workflows.batch.manifest.keys import OWN
 from bridge.workflows.batch.manifest.read import read_manifest
 from tests.core.remote.server import serving
@@ -77,15 +77,15 @@ def test_what_lies_at_no_address_is_refused_in_words(word: str, suffix: str, tmp
 
 
 def test_every_word_for_what_is_read_from_a_path_alone_is_known_to_manifests_too(tmp_path: Path) -> None:
-    for word in HERE:
+    for word in LOCAL_ARGUMENTS:
         with pytest.raises(UsageError, match=f"{word}=https://127.0.0.1:1/a: only a model"):
-            check_here(**{word: ADDRESS})
-    for word in {*HERE} & {*OWN}:
+            check_local(**{word: ADDRESS})
+    for word in {*LOCAL_ARGUMENTS} & {*OWN}:
         (tmp_path / "batch.toml").write_text(f'[[row]]\nmodel = "m"\ntarget = "hf"\n{word} = "{ADDRESS}"\n')
         with pytest.raises(UsageError, match=f"{word} = .*only a model and an output may be at an address"):
             read_manifest(tmp_path / "batch.toml")
     with pytest.raises(AssertionError, match="recipe"):
-        check_here(recipe=None)
+        check_local(recipe=None)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.core.places import is_remote
+from bridge.core.addresses import is_remote
 from bridge.core.progress import no_progress
 from bridge.core.text import byte_count
 from bridge.quant.schemes.load import load_scheme

@@ -9,10 +9,10 @@ import onnx
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.targets.trt.lint import Finding, lint
+from bridge.targets.onnx.lint import Finding, lint
 from tests.fuzz.case import Case, Target
 from tests.fuzz.mutate import INTEGERS, WORDS, damaged, pick
-from tests.targets.trt.lint_models import fp8
+from tests.targets.onnx.lint.lint_models import fp8
 
 FILE = "model.onnx"
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bridge
-from bridge.sources.adapted.blocks import BLOCK, LEAST
+from bridge.sources.adapted.source import BLOCK, LEAST
 from bridge.sources.opening import open_source
 from bridge.tracker.tensors import tensors_in
 from tests.models.tiny_adapters import MODEL, factors, write_adapter

@@ -11,8 +11,8 @@ import yaml
 
 from bridge.core.errors import SourceError
 from bridge.core.values import TensorSpec
-from bridge.sources.configs.declared import megatron_told
 from bridge.sources.configs.derive import hf_config
+from bridge.sources.configs.writers import megatron_told
 from bridge.sources.configs.yaml_data import read_yaml
 from bridge.tables.architectures.arch import load_arch
 from bridge.tables.architectures.structure import structure

@@ -9,8 +9,8 @@ import pytest
 import transformers
 
 from bridge.core.errors import SourceError
-from bridge.sources.configs.declared import megatron_told
 from bridge.sources.configs.derive import hf_config
+from bridge.sources.configs.writers import megatron_told
 from tests.models.megatron_configs import nemo2
 from tests.models.megatron_families import FAMILIES
 from tests.sources.weights import native_shapes

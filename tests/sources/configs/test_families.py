@@ -10,7 +10,6 @@ import transformers
 
 from bridge.core.errors import SourceError, TableError
 from bridge.core.mappings import mappings, parse_table, table_files
-from bridge.sources.configs.declared import megatron_told
 from bridge.sources.configs.derive import hf_config
 from bridge.sources.configs.facts import Fact
 from bridge.sources.configs.families import (
@@ -23,6 +22,7 @@ from bridge.sources.configs.families import (
     family_of,
     parse_family,
 )
+from bridge.sources.configs.writers import megatron_told
 from bridge.tables.architectures.arch import load_arch, parse_arch
 from bridge.tables.architectures.roles import load_roles
 from tests.models.megatron_configs import nemo2

@@ -9,9 +9,9 @@ import pytest
 
 from bridge.core.errors import SourceError
 from bridge.core.values import TensorSpec
-from bridge.sources.configs.declared import megatron_told
 from bridge.sources.configs.derive import Declared, hf_config
 from bridge.sources.configs.facts import Fact, Given
+from bridge.sources.configs.writers import megatron_told
 from tests.models.megatron_configs import nemo2
 from tests.models.megatron_families import FAMILIES
 from tests.sources.weights import native_shapes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import bridge
-from bridge.sources.configs.token_ids import token_ids
+from bridge.sources.configs.tokenizer_files import token_ids
 from bridge.sources.opening import open_source
 
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"

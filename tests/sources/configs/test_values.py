@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,10 @@ import pytest
 
 from bridge.core.errors import SourceError
 from bridge.core.values import TensorSpec
-from bridge.sources.configs import families
-from bridge.sources.configs.declared import megatron_told
 from bridge.sources.configs.derive import Declared, hf_config
 from bridge.sources.configs.facts import Fact
 from bridge.sources.configs.meta import meta_told
+from bridge.sources.configs.writers import megatron_told
 from tests.models.megatron_configs import megatron_lm, nemo1, nemo2
 from tests.models.megatron_families import FAMILIES
 from tests.sources.configs.test_configs import native
@@ -40,15 +38,6 @@ NUMBERS = (
 )  # fmt: skip
 NO_COUNTS = ("8", 0, -1, 1.5, float("nan"), True, [8, 8, 8], {"a": 1}, 10**12, 10**400)
 NO_NUMBERS = ("1e-5", "", 0, -1, float("nan"), float("inf"), 1e-300, 10**400, True, [], {"a": 1})
-
-
-families_read_once = functools.cache(families.families)
-
-
-@pytest.fixture(autouse=True)
-def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each configuration reads fourteen tables, a tenth of a second for hundreds of tests."""
-    monkeypatch.setattr(families, "families", families_read_once)
 
 
 def refusal(field: str, value: Any, base: str = "mixtral") -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.sources.configs.declared import megatron_told
 from bridge.sources.configs.derive import hf_config
+from bridge.sources.configs.writers import megatron_told
 from tests.models.megatron_configs import megatron_lm, nemo1, nemo2
 from tests.models.megatron_families import FAMILIES, VOCAB
 from tests.sources.configs.test_configs import as_dumped, config_of, expected, native

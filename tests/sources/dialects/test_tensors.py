@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import bridge
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.errors import SourceError
 from bridge.core.files.span import Extent, Span, span_of
-from bridge.core.pages import Buffers
 from bridge.core.values import TensorSpec
 from bridge.planning.memory import working_set
 from bridge.quant.schemes.load import load_scheme

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.models.llama import modeling_llama
 
 from bridge.core.errors import SourceError
-from bridge.core.output import made_by
+from bridge.core.output import provenance
 from bridge.sources.live_models import as_installed, diffusion
 from bridge.sources.live_models.as_installed import is_as_installed, replaced
 
@@ -120,7 +120,7 @@ def test_a_model_of_diffusers_is_known_by_its_own_class(monkeypatch: pytest.Monk
 
 
 def test_an_editable_package_is_not_as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(made_by, "origin", lambda name: "editable" if name == "torch" else "")
+    monkeypatch.setattr(provenance, "origin", lambda name: "editable" if name == "torch" else "")
     assert not is_kept()
 
 

@@ -85,6 +85,31 @@ def test_a_cache_is_this_threads_own_and_the_callers_is_as_it_was(way: str) -> N
     assert call() is kept
 
 
+def test_a_function_of_a_module_that_grew_or_was_loaded_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with own_caches():
+        pass
+    monkeypatch.setattr(sys.modules["elsewhere"], "later", wrapped(alone.__wrapped__), raising=False)
+    kept = sys.modules["elsewhere"].later(3)
+    with own_caches():
+        assert sys.modules["elsewhere"].later(3) is not kept
+    monkeypatch.setitem(sys.modules, "elsewhere", types.ModuleType("elsewhere"))
+    vars(sys.modules["elsewhere"]).update(torch=torch, alone=hidden)  # as many names as before: another module
+    kept = sys.modules["elsewhere"].alone(3)
+    with own_caches():
+        assert sys.modules["elsewhere"].alone(3) is not kept
+
+
+def test_a_class_that_a_notebook_defines_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "torch", torch, raising=False)
+    for _ in range(2):  # the second time in place of the first: nothing was loaded, no module has grown
+        cell = types.FunctionType((lambda size: torch.ones(size)).__code__, {"torch": torch, "__name__": "__main__"})
+        again = type("Again", (), {"__module__": "__main__", "of": staticmethod(lru_cache(cell))})
+        monkeypatch.setattr(sys.modules["__main__"], "Again", again, raising=False)
+        kept = again.of(3)
+        with own_caches():
+            assert again.of(3) is not kept
+
+
 def test_all_is_put_back_after_an_error() -> None:
     before = [vars(Anchors)[name] for name in ("plain", "of_class", "method")]
     with pytest.raises(RuntimeError), own_caches():

@@ -13,9 +13,8 @@ pytest.importorskip("tokenizers")
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from bridge.sources.pruned.merges import parts_of
 from bridge.sources.pruned.renumber import renumbered_files
-from bridge.sources.pruned.vocabulary import Vocabulary
+from bridge.sources.pruned.vocabulary import Vocabulary, parts_of
 
 TEXT = [path.read_text(encoding="utf-8") for path in sorted(Path("docs/pages").rglob("*.md"))]
 LINES = [line for text in TEXT for line in text.split("\n") if line.strip()]

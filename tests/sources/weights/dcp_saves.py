@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from bridge.core.dtypes import DTYPES
 from bridge.sources.weights.containers import Container
+from tests.oracles.server import processes
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -96,40 +94,23 @@ def same(container: Container, state: Mapping[str, torch.Tensor]) -> None:
         assert read(container, name).tobytes() == bits(tensor).tobytes(), name
 
 
-def on_ranks(code: str, count: int, *arguments: object, context: BaseContext | None = None) -> None:
-    """Run a program in `count` processes of one gloo group; `rank`, `count` and `arguments` are there. `context`: where
-    processes come from that have imported what the program needs.
-    """
+def on_ranks(code: str, count: int, *arguments: object) -> None:
+    """Run a program in `count` processes of one gloo group; `rank`, `count` and `arguments` are there."""
     head = (
         "import sys, torch, torch.distributed as dist\n"
         "rank, count, arguments = int(sys.argv[1]), int(sys.argv[2]), sys.argv[4:]\n"
         "if __name__ == '__main__':\n"
         "    dist.init_process_group('gloo', init_method='file://' + sys.argv[3], rank=rank, world_size=count)\n"
     )
-    end = (
-        "\nif __name__ == '__main__':\n"
-        "    open(f'{arguments[0]}/done-{rank}', 'w').close()\n"
-        "    dist.destroy_process_group()\n"
-    )
+    end = "\nif __name__ == '__main__':\n    dist.destroy_process_group()\n"
     meeting = Path(str(arguments[0])) / "meeting"
     program = Path(str(arguments[0])) / "program.py"
     program.write_text(head + code + end)
     given = [[str(rank), str(count), str(meeting), *map(str, arguments)] for rank in range(count)]
-    if context:
-        with ExitStack() as stack:
-            pools = [stack.enter_context(ProcessPoolExecutor(1, context)) for _ in given]
-            for done in [pool.submit(_run, program, words) for pool, words in zip(pools, given, strict=True)]:
-                done.result(timeout=300)
-        return
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen([sys.executable, str(program), *words], env=environment, stderr=subprocess.PIPE, text=True)
-        for words in given
-    ]
-    failures = [process.communicate(timeout=300)[1] for process in started]
-    # Not the exit codes: gloo's threads abort a process now and then while it ends ("terminate called").
-    done = [(program.parent / f"done-{rank}").exists() for rank in range(count)]
-    assert all(done), "\n".join(failures)[-3000:]
+    with ExitStack() as stack:
+        pools = [stack.enter_context(ProcessPoolExecutor(1, processes())) for _ in given]
+        for done in [pool.submit(_run, program, words) for pool, words in zip(pools, given, strict=True)]:
+            done.result(timeout=300)
 
 
 def _run(program: Path, words: list[str]) -> None:

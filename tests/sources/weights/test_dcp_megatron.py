@@ -11,7 +11,6 @@ import torch
 from bridge.core.files.archive import open_folder
 from bridge.sources.weights.dcp import Dcp
 from bridge.sources.weights.distributed import common_state, distributed, json_object
-from tests.oracles import megatron_oracle
 from tests.sources.weights.dcp_saves import on_ranks, same
 
 if importlib.util.find_spec("megatron.core") is None:  # importing it takes seconds: the ranks do that
@@ -76,7 +75,7 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("megatron")
-    on_ranks(SAVE, 2, path, context=megatron_oracle.processes())
+    on_ranks(SAVE, 2, path)
     return path / "megatron"
 
 

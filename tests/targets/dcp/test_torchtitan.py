@@ -18,9 +18,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bridge
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.errors import PlanError, SchemeError, SourceError, UsageError, VerifyError
 from bridge.core.output.directory import Work
-from bridge.core.pages import Buffers
 from bridge.core.values import TensorSpec
 from bridge.planning.memory import working_set
 from bridge.sources.opening import open_source

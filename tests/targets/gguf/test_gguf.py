@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -15,13 +16,15 @@ import torch
 import transformers
 
 import bridge
-from bridge.core.errors import PlanError, SchemeError, SourceError, UsageError, VerifyError
+from bridge.core.errors import PlanError, SchemeError, SourceError, TableError, UsageError, VerifyError
 from bridge.core.formats.gguf import GgufFile, layout
+from bridge.core.mappings import parse_table
 from bridge.core.progress import BYTES
 from bridge.core.values import TensorSpec
 from bridge.sources.opening import open_source
+from bridge.tables.dialects.dialect import load_dialect
 from bridge.targets import load_target
-from bridge.targets.gguf.metadata import GRAPHS
+from bridge.targets.gguf.llama_cpp import graphs, read_graphs
 from bridge.targets.manifest import load_manifest
 from tests.blocks import ROOT
 from tests.models.gguf_families import FAMILIES, save
@@ -54,7 +57,7 @@ def test_gguf_py_reads_every_tensor_and_key(written: Path) -> None:
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_names_are_those_of_gguf_py(family: str, tmp_path: Path) -> None:
     plan = bridge.plan(str(save(family, tmp_path / family)), target="gguf")
-    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == GRAPHS[plan.architecture].name)
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == graphs()[plan.architecture].name)
     names = gguf.get_tensor_name_map(arch, 16)
     for step in plan.steps:
         name = step.outputs[0].spec.name
@@ -63,6 +66,26 @@ def test_names_are_those_of_gguf_py(family: str, tmp_path: Path) -> None:
         if len(step.inputs) == 1 and step.inputs[0].rows is None and ".experts." not in base:
             assert names.get_name(base, try_suffixes=(".weight", ".bias")) == stem, (base, name)
         assert stem in {names.mapping[key][1] for key in names.mapping}, name
+
+
+def test_every_architecture_with_a_layout_has_a_graph() -> None:
+    written = {name for name, graph in graphs().items() if not graph.refused}
+    assert written == set(load_dialect("gguf").architectures)
+    assert all(bool(graph.name) != bool(graph.refused) for graph in graphs().values())
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("epsilon = 1", "unknown key `epsilon`"),
+        ("rms = 1", "`rms` is a bool, not 1"),
+        ('refuse = { "heads ** 2" = "wide" }', "is not allowed here"),
+    ],
+)
+def test_a_wrong_row_of_a_graph_is_refused(row: str, message: str) -> None:
+    file = parse_table(f"[graphs.LlamaForCausalLM]\n{row}\n", "llama.cpp.toml")
+    with pytest.raises(TableError, match=re.escape(message)):
+        read_graphs(file)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -79,7 +102,7 @@ def test_plain_values_are_the_sources(family: str, tmp_path: Path) -> None:
     fused = any(part.rows for step in plan.steps for part in step.inputs)
     computed = float(np.abs(tensors(out / "model.gguf").get("rope_freqs.weight", np.zeros(1))).sum())
     assert fused or total == pytest.approx(want + computed, rel=1e-9)
-    assert GgufFile(out / "model.gguf").metadata["general.architecture"] == GRAPHS[plan.architecture].name
+    assert GgufFile(out / "model.gguf").metadata["general.architecture"] == graphs()[plan.architecture].name
 
 
 def test_llama3_frequencies_are_those_of_transformers(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import bridge  # noqa: E402
+from bridge.core.aligned_buffers import Buffers  # noqa: E402
 from bridge.core.dtypes import to_float32  # noqa: E402
 from bridge.core.errors import BridgeError  # noqa: E402
-from bridge.core.pages import Buffers  # noqa: E402
 from bridge.core.values import Numeric  # noqa: E402
 from bridge.planning.plan import Plan  # noqa: E402
 from bridge.quant.calibration import Calibration, Provenance  # noqa: E402
@@ -25,8 +25,7 @@ from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.quant.schemes.scheme import Scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from bridge.streaming.context import ConversionContext, FileSettings  # noqa: E402
-from bridge.streaming.encode import prepared_weight  # noqa: E402
-from bridge.streaming.plain import write_plain  # noqa: E402
+from bridge.streaming.encode import prepared_weight, write_plain  # noqa: E402
 from bridge.streaming.scales import smoothing_of  # noqa: E402
 from bridge.targets.hf.compressed_tensors import quantization_config  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
@@ -96,7 +95,7 @@ def test_a_folded_model_computes_what_its_source_does(tmp_path: Path, family: st
 
 def assert_same_function(source: Path, plan: Plan, feeds: int, folded: Path) -> dict[str, Any]:
     """Hold the model that has a plan's weights, before they are coded, to its source; return those that changed."""
-    assert sum(bool(step.feeds and step.given) for step in plan.quantized) == feeds
+    assert sum(bool(step.feeds and step.feed_as_reader) for step in plan.quantized) == feeds
     state = folded_state(source, plan, calibration(plan))
     plain = load_file(source / "model.safetensors")
     changed = {name: state[name] for name in state if not torch.equal(state[name], plain[name])}
@@ -115,7 +114,7 @@ def test_without_grouped_queries_each_row_of_v_takes_a_pre_scale_of_its_own(tmp_
     """No mean and no least: the pre-scale that o has is the one that v is multiplied by, channel by channel."""
     source = source_of("LlamaForCausalLM", tmp_path / "source", num_key_value_heads=6)
     plan = bridge.plan(source, target="hf", quant=SCHEMES[scheme], format="compressed-tensors")
-    assert {step.given.repeat for step in plan.quantized if step.given} == {1}
+    assert {step.feed_as_reader.repeat for step in plan.quantized if step.feed_as_reader} == {1}
     assert not any("query heads" in note for note in plan.notes)
     changed = assert_same_function(source, plan, 4, tmp_path / "folded")
     step = next(s for s in plan.quantized if s.site and s.site.module.endswith("0.self_attn.o_proj"))
@@ -191,8 +190,8 @@ def test_a_smaller_factor_never_leaves_the_calibrated_range(tmp_path: Path) -> N
     plan = bridge.plan(source, target="hf", quant="int8", format="compressed-tensors")
     calib = calibration(plan)
     for step in plan.quantized:
-        if step.given and step.given.repeat > 1:
+        if (feed := step.feed_as_reader) and feed.repeat > 1:
             smoothing = smoothing_of(step, "float32", calib)
             assert smoothing and step.site
             assert (smoothing.scale() <= calib.pre_scale[step.site.module]).all()
-            assert len({*smoothing.scale().tolist()}) == plan.sources[step.source].shape[1] // step.given.repeat
+            assert len({*smoothing.scale().tolist()}) == plan.sources[step.source].shape[1] // feed.repeat

@@ -22,8 +22,8 @@ import bridge
 from bridge.core.errors import BridgeError
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.reporting.summary import advice
-from bridge.targets.ort import DECODERS
-from bridge.targets.trt.runtime import Runtime
+from bridge.targets.onnx.run.runtime import Runtime
+from bridge.targets.tasks import listed
 from bridge.verification.parity import Parity
 from tests.covering import usual
 from tests.models.trt_families import VOCAB, decoder
@@ -133,7 +133,7 @@ def test_every_layer_is_fused(family: str, written: Any) -> None:
 
 
 def test_every_family_that_is_named_is_tested() -> None:
-    assert {type(model_of(family)).__name__ for family in FAMILIES} == set(DECODERS)
+    assert {type(model_of(family)).__name__ for family in FAMILIES} == set(listed("ort", "classes"))
 
 
 @pytest.mark.parametrize("scheme", ["int4_wo", "int8_wo"])

@@ -12,7 +12,7 @@ from bridge.core.mappings import mappings
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from bridge.targets.manifest import load_manifest
-from bridge.targets.trt.runtime import Runtime
+from bridge.targets.onnx.run.runtime import Runtime
 from tests.targets.trt.test_genai import LLAMA, assert_equal
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_once")]

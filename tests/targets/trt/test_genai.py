@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.targets.trt.genai_config import GENAI
-from bridge.targets.trt.runtime import Runtime
+from bridge.targets.onnx.names import GENAI
+from bridge.targets.onnx.run.runtime import Runtime
 from tests.models.trt_families import NEWER, VOCAB, decoder
 
 og = pytest.importorskip("onnxruntime_genai")

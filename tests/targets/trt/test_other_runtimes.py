@@ -21,7 +21,7 @@ import onnxruntime as ort
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from bridge.targets.trt.runtime import open_session
+from bridge.targets.onnx.run.runtime import open_session
 from bridge.verification.outputs import relative_l2
 from tests.blocks import ROOT
 from tests.covering import grid, usual

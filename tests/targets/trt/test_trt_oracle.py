@@ -27,8 +27,8 @@ from bridge.core.parsing.typed_json import typed
 from bridge.planning.plan import Plan
 from bridge.quant.codec.decode import decode
 from bridge.sources.opening import open_source
-from bridge.targets.trt.layer_error import layer_errors
-from bridge.targets.trt.runtime import Runtime
+from bridge.targets.onnx.run.layer_error import layer_errors
+from bridge.targets.onnx.run.runtime import Runtime
 from bridge.verification.outputs import relative_l2
 from tests.covering import grid
 from tests.models.trt_families import DECODERS, NEWER, STACKED, UNNAMED, VOCAB, decoder, encoder

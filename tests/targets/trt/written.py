@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import bridge
-from bridge.targets.trt.runtime import Runtime
+from bridge.targets.onnx.run.runtime import Runtime
 from tests import once
 from tests.blocks import ROOT
 from tests.models.trt_families import VOCAB, encoder

@@ -19,13 +19,11 @@ from bridge.core.dtypes import K_QUANTS
 from bridge.core.errors import GoldenError, UsageError
 from bridge.core.formats.safetensors import SafetensorsFile, file_bytes, read_header
 from bridge.quant.schemes.catalog import scheme_names
-from bridge.targets.trt import layer_error
+from bridge.targets.onnx.run import layer_error
 from bridge.workflows.golden import reference_run
-from bridge.workflows.golden.compare import outputs_moved
-from bridge.workflows.golden.moved import Moved, lines
+from bridge.workflows.golden.differences import Differences, compare_outputs, lines
 from bridge.workflows.golden.reconvert import arguments
-from bridge.workflows.golden.store import load
-from bridge.workflows.golden.values import Reference
+from bridge.workflows.golden.store import Reference, load
 from tests.models.golden_made import LLAMA, Q, calibration, changed, converted_made, written
 from tests.models.sources_made import llama_shapes
 
@@ -43,7 +41,7 @@ def golden(out: Path) -> Path:
     return out.parent / "golden"
 
 
-def kinds(moved: Moved) -> list[tuple[str, str]]:
+def kinds(moved: Differences) -> list[tuple[str, str]]:
     return [(move.kind, move.name) for move in moved.moves]
 
 
@@ -287,9 +285,11 @@ def test_outputs_from_zeros_or_to_nan_have_moved() -> None:
     zeros, ones = np.zeros(4, np.float32), np.ones(4, np.float32)
     nan = np.full(4, np.nan, np.float32)
     for before, after in ((zeros, ones), (ones, nan), (ones, 1.1 * ones)):
-        found = outputs_moved(Reference(values={"output": before}, tolerance=0.01), Reference(values={"output": after}))
+        found = compare_outputs(
+            Reference(values={"output": before}, tolerance=0.01), Reference(values={"output": after})
+        )
         assert [move.name for move in found] == ["output"]
-    assert not outputs_moved(Reference(values={"o": ones}, tolerance=0.01), Reference(values={"o": 1.001 * ones}))
+    assert not compare_outputs(Reference(values={"o": ones}, tolerance=0.01), Reference(values={"o": 1.001 * ones}))
 
 
 def test_a_number_that_is_none_any_more_is_told_apart_from_those_that_moved(
@@ -323,7 +323,7 @@ def test_outputs_that_stay_what_is_no_number_have_not_moved() -> None:
 
     def told(before: np.ndarray, after: np.ndarray) -> list[str]:
         kept = Reference(values={"o": before}, tolerance=0.01)
-        return lines(outputs_moved(kept, Reference(values={"o": after})))
+        return lines(compare_outputs(kept, Reference(values={"o": after})))
 
     assert told(nan, nan) == []
     assert told(ones, nan) == ["outputs  o: 1 of 64 samples (2%) to or from NaN or infinity; tolerance 0.01"]
@@ -340,7 +340,7 @@ def test_beside_what_is_no_number_the_numbers_are_compared_by_the_tolerance() ->
         for at, value in changes.items():
             after[int(at[1:])] = value
         kept = Reference(values={"o": before}, tolerance=0.01)
-        return lines(outputs_moved(kept, Reference(values={"o": after})))
+        return lines(compare_outputs(kept, Reference(values={"o": after})))
 
     assert told() == [] and told(_0=-np.nan) == []
     assert "by at most 0.5, relative L2 0.064" in told(_9=1.5)[0] and "NaN" not in told(_9=1.5)[0]
@@ -351,8 +351,8 @@ def test_beside_what_is_no_number_the_numbers_are_compared_by_the_tolerance() ->
 def test_samples_that_are_no_number_before_and_now_have_not_moved_to_it() -> None:
     zeros, gone = np.zeros(4, np.float32), np.full(4, np.nan, np.float32)
     kept = Reference(values={"o": gone}, tolerance=0.01)
-    assert outputs_moved(kept, Reference(values={"o": -gone})) == []
-    assert "4 of 4 samples (100%) to or from NaN" in lines(outputs_moved(kept, Reference(values={"o": zeros})))[0]
+    assert compare_outputs(kept, Reference(values={"o": -gone})) == []
+    assert "4 of 4 samples (100%) to or from NaN" in lines(compare_outputs(kept, Reference(values={"o": zeros})))[0]
 
 
 def test_a_matrix_that_reads_an_input_of_the_model_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,3 +365,8 @@ def test_a_matrix_that_reads_an_input_of_the_model_is_recorded(tmp_path: Path, m
     inner, out = reference_run._run_with_taps(tmp_path, [], feeds)
     assert np.array_equal(inner["m input"], feeds["x"]) and np.array_equal(inner["m output"], feeds["w"])
     assert np.array_equal(out, feeds["w"])
+
+
+def test_the_old_name_of_differences_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"is now bridge\.golden\.Differences"):
+        assert bridge.golden.Moved is Differences

@@ -14,13 +14,13 @@ import pytest
 import xxhash
 
 import bridge
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import GoldenError, VerifyError
-from bridge.core.pages import Buffers
 from bridge.core.values import TensorSpec
 from bridge.workflows.golden import digests
-from bridge.workflows.golden.digests import digest_tensor, positions
-from bridge.workflows.golden.store import load
+from bridge.workflows.golden.digests import digest_tensor
+from bridge.workflows.golden.store import load, positions
 from tests.models.golden_made import Q, changed, written
 
 CASTS: dict[str, Any] = {

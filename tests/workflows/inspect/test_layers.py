@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -21,7 +20,8 @@ from bridge.workflows.inspect.config.listing import layers_of, unwrapped  # noqa
 from bridge.workflows.inspect.config.resolve import load_routing  # noqa: E402
 from tests.models.calibrated_models import built  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
-from tests.oracles import inspect_layers_process, megatron_oracle  # noqa: E402
+from tests.oracles import inspect_layers_process  # noqa: E402
+from tests.oracles.server import processes  # noqa: E402
 
 LLAMA = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
 STATS = {"LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["cur_amax"]}}
@@ -164,7 +164,7 @@ def test_wrappers_are_left_out_of_names() -> None:
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
     store = str(tmp_path_factory.mktemp("store") / "store")
-    with ProcessPoolExecutor(1, megatron_oracle.processes(), inspect_layers_process.start_megatron, (store,)) as pool:
+    with ProcessPoolExecutor(1, processes(), inspect_layers_process.start_megatron, (store,)) as pool:
         yield pool
 
 
@@ -177,7 +177,7 @@ def torchtitan() -> Iterator[Any]:
 
 
 def _process(start: Any, argument: str) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), start, (argument,))
+    return ProcessPoolExecutor(1, processes(), start, (argument,))
 
 
 MEGATRON = {

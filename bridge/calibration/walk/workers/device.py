@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from bridge.calibration.compute import model_in_memory
+from bridge.calibration.requirements import model_in_memory
 from bridge.sources.source import Source
 
 

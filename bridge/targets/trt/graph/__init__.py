@@ -1,1 +1,1 @@
-"""Export an architecture as a float ONNX graph without reading a weight."""
+"""The old name of `bridge.targets.onnx.export`, for one release."""

@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from bridge.calibration.data import AUTO
+from bridge.core.addresses import LOCAL_ARGUMENTS, LOCAL_ONLY, is_remote
 from bridge.core.parsing.relative import MAX_QUOTED
-from bridge.core.places import ELSEWHERE, HERE, is_remote
 from bridge.workflows.batch.manifest.naming import MAX_LENGTH, redacted
 
 TEXTS = (
@@ -50,8 +50,8 @@ UNCHANGED = (
 
 def mistyped_key(key: str, value: Any) -> str:
     """The problem with a value's type, or with a remote address; "" if none."""
-    if key in HERE and is_remote(value):
-        return ELSEWHERE
+    if key in LOCAL_ARGUMENTS and is_remote(value):
+        return LOCAL_ONLY
     if key in FLAGS:
         return "" if isinstance(value, bool) else "expected true or false"
     if key == "config":

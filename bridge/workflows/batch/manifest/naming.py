@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bridge.core.addresses import is_remote, shown
 from bridge.core.errors import UsageError
 from bridge.core.parsing.relative import FILES, MAX_QUOTED
-from bridge.core.places import is_remote, shown
 from bridge.core.text import nearest
 
 MAX_LENGTH = 4096  # characters of a text: no path is longer, and patterns multiply their values

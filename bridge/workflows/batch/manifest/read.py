@@ -30,12 +30,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge.core.addresses import check_length
 from bridge.core.errors import UsageError
 from bridge.core.output.replace import work_directory
 from bridge.core.parsing.limited import load_toml
 from bridge.core.parsing.problems import Problems
 from bridge.core.parsing.relative import absolute
-from bridge.core.places import check_length
 from bridge.core.text import byte_count, nearest, number
 from bridge.workflows.batch.engines import ENGINES, make_settings
 from bridge.workflows.batch.manifest.naming import MAX_LENGTH

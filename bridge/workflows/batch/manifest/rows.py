@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bridge.core.addresses import is_remote, shown
 from bridge.core.errors import BridgeError, UsageError
 from bridge.core.parsing.problems import ENOUGH, SHOWN, Problems
 from bridge.core.parsing.relative import absolute, resolved
-from bridge.core.places import is_remote, shown
 from bridge.core.text import byte_count, first_of, nearest, number
 from bridge.quant.schemes.catalog import kv_numeric
 from bridge.quant.schemes.load import load_scheme

@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from bridge.core.addresses import is_remote
 from bridge.core.errors import BridgeError
 from bridge.core.output.names import CALIBRATION
 from bridge.core.output.temporary import write_whole
-from bridge.core.places import is_remote
 from bridge.core.remote.opening import written_at
 from bridge.core.remote.upload import made_at
 from bridge.workflows.batch.manifest.naming import short_name

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from bridge.core.addresses import is_remote
 from bridge.core.output.replace import check_free, reserved
-from bridge.core.places import is_remote
 from bridge.core.remote.upload import check_replaceable, made_at
 from bridge.core.text import size
 from bridge.workflows.batch.job import failure

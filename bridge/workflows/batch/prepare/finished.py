@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from bridge.core.addresses import is_remote
 from bridge.core.errors import BridgeError, is_unreachable
 from bridge.core.output.names import CALIBRATION, CARD
 from bridge.core.parsing.limited import load_json
-from bridge.core.places import is_remote
 from bridge.core.remote.opening import written_at
 from bridge.core.remote.upload import made_at
 from bridge.core.remote.upload_note import NOTE

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bridge.api.request import ResolvedRequest, data_of, resolve
-from bridge.calibration.amount import sampling_for
-from bridge.calibration.requirements import check_device
+from bridge.calibration.requirements import check_device, sampling_for
+from bridge.core.addresses import is_remote, server_of, shown
 from bridge.core.errors import BridgeError, CalibrationError, SourceError, UsageError, is_unreachable
 from bridge.core.parsing.problems import Problems
-from bridge.core.places import is_remote, server_of, shown
 from bridge.core.remote.upload import check_out, made_at
 from bridge.core.version import versions
 from bridge.quant.schemes.scheme import Scheme

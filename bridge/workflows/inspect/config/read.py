@@ -19,9 +19,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from bridge.core.addresses import check_length, check_local
 from bridge.core.errors import InspectError, SourceError, UsageError, reason
 from bridge.core.parsing.problems import Problems
-from bridge.core.places import check_here, check_length
 from bridge.core.text import described, nearest
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.configs.yaml_data import MAX_BYTES, read_yaml
@@ -132,7 +132,7 @@ def _content(config: Any, session: Scheme | None) -> tuple[str, Any]:
         return IN_MEMORY, config
     if not isinstance(config, str | Path):
         raise UsageError(f"config takes a path, a dict or None, not {type(config).__name__}")
-    check_here(config=config)
+    check_local(config=config)
     check_length(config)
     path = Path(config)
     if not path.is_file():

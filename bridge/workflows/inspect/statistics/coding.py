@@ -14,8 +14,8 @@ import numpy as np
 from bridge._kernels.counts import beyond
 from bridge._kernels.quotient import product
 from bridge._kernels.scales import e8m0
+from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import SEARCHED, to_float32
-from bridge.core.pages import Buffers
 from bridge.core.values import Encoding
 from bridge.quant.codec import arrays, kquants
 from bridge.quant.codec.arrays import Array

@@ -18,13 +18,13 @@ import torch
 
 import bridge
 from bridge.core.errors import UsageError
-from bridge.targets.trt.cross_attention import load_multimodal
-from bridge.targets.trt.files import MODEL
-from bridge.targets.trt.runtime import FEEDS, Runtime, open_session
+from bridge.targets.onnx.files import MODEL
+from bridge.targets.onnx.run.cross_attention import load_multimodal
+from bridge.targets.onnx.run.runtime import FEEDS, Runtime, open_session
 from bridge.verification.outputs import relative_l2
 from tests.sweep import seeing
 from tests.sweep.build import build
-from tests.targets.trt import onnx_parity as parity
+from tests.targets.onnx.export import onnx_parity as parity
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_once")]
 ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8}

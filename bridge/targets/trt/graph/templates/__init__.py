@@ -1,1 +1,1 @@
-"""Float graphs that ship, whose sizes are filled in."""
+"""The old name of `bridge.targets.onnx.export`, for one release."""

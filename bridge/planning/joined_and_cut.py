@@ -1,0 +1,90 @@
+"""Check a plan for a program that joins modules in one matrix, or cuts matrices across ranks.
+
+`names`: what the program holds as one matrix, as `bridge.planning.contracts.Runtime.fused` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from bridge.core.text import grouped
+from bridge.planning.plan import Plan, Step
+from bridge.quant.describe import contract_words
+
+Names = Sequence[Sequence[str]]
+
+
+def fused_modules(names: Names, plan: Plan, followed: bool = False) -> set[str]:
+    """The quantized modules that the program joins with others: siblings whose names stand together in `names`.
+
+    `followed`: without the last of each, whose own last block may be cut short.
+    """
+    modules = [step.site.module for step in plan.quantized if step.site]
+    return {module for members in _joined(names, modules) for module in (members[:-1] if followed else members)}
+
+
+def kept_modules(names: Names, plan: Plan) -> list[str]:
+    """The modules that the program joins with others and that stay unquantized."""
+    last = {name for members in names for name in members}
+    modules = [step.site.module for step in plan.steps if step.site and not step.format]
+    return [module for module in modules if module.rpartition(".")[2] in last]
+
+
+def half_kept(names: Names, plan: Plan) -> list[str]:
+    """The modules that stay unquantized, though others of the same joined matrix, or of a layer's experts, do not.
+
+    Experts of a layer may not differ in their formats either.
+    """
+    formats = {step.site.module: _words(step) for step in plan.steps if step.site}
+    experts = (step.site for step in plan.steps if step.site and step.site.expert is not None)
+    of_layers = [[site.module for site in sites] for sites in grouped(experts, lambda site: site.experts)]
+    unlike = (members for members in of_layers if names and len({formats[module] for module in members}) > 1)
+    found = dict.fromkeys(module for members in unlike for module in members)
+    for members in _joined(names, formats):
+        if len({formats[module] == "" for module in members}) > 1:
+            found |= dict.fromkeys(module for module in members if not formats[module])
+    return list(found)
+
+
+def _joined(names: Names, modules: Sequence[str] | dict[str, str]) -> Iterator[list[str]]:
+    """The modules of each joined matrix, in its order; of those that stand alone none."""
+    for siblings in grouped(modules, lambda module: module.rpartition(".")[0]):
+        ends = {module.rpartition(".")[2]: module for module in siblings}
+        for together in names:
+            members = [ends[name] for name in together if name in ends]
+            if len(members) > 1:
+                yield members
+
+
+def _words(step: Step) -> str:
+    return contract_words(format_) if (format_ := step.scheme_format) else ""
+
+
+def uneven(plan: Plan, ranks: int) -> Iterator[str]:
+    """What of the model does not divide by a number of ranks."""
+    for cut in plan.cuts.values():
+        if cut.share(ranks) == 0:
+            yield f"{cut.count} {cut.unit} are not shared evenly by {ranks} ranks"
+
+
+def cut_blocks(plan: Plan, step: Step, ranks: int, out: int, inner: int) -> Iterator[str]:
+    """Why ranks cannot share a quantized matrix of which each has a multiple of `out` rows, or of `inner` columns."""
+    format_ = step.scheme_format
+    assert step.site and format_
+    block = format_.weight[0].block
+    tile = block[0] if len(block) > 1 else 1
+    for role in step.site.roles:
+        cut = plan.cuts.get(role)
+        if cut is None or not (share := cut.share(ranks)):
+            continue
+        multiples = (out, tile) if cut.axis == "out" else (inner, *block[-1:])
+        if lacking := next((multiple for multiple in multiples if share % multiple), 0):
+            yield f"{cut.axis} = {share} a rank of {ranks} is not a multiple of {lacking}"
+
+
+def numbers_of_ranks(plan: Plan) -> Iterator[int]:
+    """Powers of two that the model divides by, from 2."""
+    ranks = 2
+    while plan.cuts and not any(uneven(plan, ranks)):
+        yield ranks
+        ranks *= 2

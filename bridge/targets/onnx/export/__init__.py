@@ -1,0 +1,1 @@
+"""Export an architecture as a float ONNX graph without reading a weight."""

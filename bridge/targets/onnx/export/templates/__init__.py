@@ -1,0 +1,1 @@
+"""Float graphs that ship, whose sizes are filled in."""

@@ -1,0 +1,8 @@
+"""OWLv2, which detects as OWL-ViT does, and says how likely a box holds something."""
+
+from __future__ import annotations
+
+from bridge.targets.onnx.export.family import Family
+from bridge.targets.onnx.families.owlvit import detect
+
+FAMILY = Family(methods={"Owlv2ForObjectDetection": {"forward": detect}})

@@ -1,0 +1,30 @@
+"""Names of the files that hold a written model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bridge.targets.tasks import TASKS
+
+WEIGHTS = "model.safetensors"  # of all graphs
+MODEL = "model.onnx"
+ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
+VISION, SPEECH, EMBEDDING = "vision.onnx", "speech.onnx", "embedding.onnx"
+# Part of a task -> its file, in the order in which they run.
+PARTS = {"encoder": ENCODER, "vision": VISION, "speech": SPEECH, "embedding": EMBEDDING, "decoder": DECODER}
+
+
+def files_of(task: str) -> dict[str, str]:
+    """Part -> file of the graphs of a task; the part of a single graph is ""."""
+    return {part: PARTS[part] for part in TASKS[task].parts} or {"": MODEL}
+
+
+def graphs(directory: Path) -> list[Path]:
+    """The ONNX files of a written model, in the order in which they run."""
+    parts = [path for file in PARTS.values() if (path := directory / file).is_file()]
+    return parts if len(parts) > 1 else [directory / MODEL]
+
+
+def is_multimodal(directory: Path) -> bool:
+    """True for the graphs of a model that sees or hears, and writes."""
+    return (directory / EMBEDDING).is_file()

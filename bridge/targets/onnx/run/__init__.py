@@ -1,0 +1,1 @@
+"""Run written graphs in ONNX Runtime."""

@@ -1,0 +1,1 @@
+"""Write the files of a target that writes ONNX."""

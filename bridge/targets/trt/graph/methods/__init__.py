@@ -1,1 +1,0 @@
-"""Methods in the place of transformers' own, which depend on data."""

@@ -1,0 +1,98 @@
+"""A family's name stands in one home: as a constant in no other Python file of the package."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# `mappings/` is the third home, and has no Python.
+HOMES = ("bridge/targets/onnx/families/", "bridge/targets/tripy/models/")
+# Constants that are something else: file and word -> what.
+OTHERS = {
+    ("bridge/calibration/algorithms/clips.py", "clip"): "an algorithm",
+    ("bridge/core/output/provenance.py", "xlstm"): "a package",
+    ("bridge/targets/onnx/names.py", "encoder-decoder"): "a type in genai_config.json",
+    ("bridge/targets/trt/engine.py", "opt"): "the optimum of a profile of TensorRT",
+}
+# How many such constants are left in other files: a number may fall, and no file may come.
+LEFT = {
+    "bridge/api/nemo.py": 3,
+    "bridge/calibration/quantizers.py": 1,
+    "bridge/sources/checkpoint.py": 2,
+    "bridge/sources/config_json.py": 1,
+    "bridge/sources/configs/positions.py": 1,
+    "bridge/sources/live_models/checkpoint_names.py": 1,
+    "bridge/targets/gguf/__init__.py": 1,
+    "bridge/targets/gguf/metadata.py": 39,
+    "bridge/targets/gguf/tokenizer.py": 3,
+    "bridge/targets/hf/folding.py": 6,
+}
+
+
+@cache
+def types() -> dict[str, str]:
+    """Model type -> its config class, as the installed transformers lists them; nothing of it is imported."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec and spec.submodule_search_locations
+    folder = Path(next(iter(spec.submodule_search_locations))) / "models/auto"
+    text = "".join((folder / file).read_text("utf-8") for file in ("auto_mappings.py", "configuration_auto.py"))
+    return dict(re.findall(r'^\s*\("([\w.-]+)", "(\w+Config)"\)', text, re.MULTILINE))
+
+
+@cache
+def classes() -> re.Pattern[str]:
+    """Names of classes that begin as those of a family do: LlamaForCausalLM, JetMoeMoA."""
+    stems = {re.sub(r"(Text|Vision|Audio|Encoder)?Config$", "", name) for name in types().values()}
+    return re.compile(f"(?:{'|'.join(sorted(map(re.escape, filter(None, stems)), key=len, reverse=True))})[A-Z]\\w*")
+
+
+def names_in(path: Path) -> Iterator[str]:
+    """Constants that name a family, docstrings apart."""
+    tree = ast.parse(path.read_text("utf-8"))
+    texts = {
+        id(body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(body := getattr(node, "body", None), list) and body and isinstance(body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        value = node.value if isinstance(node, ast.Constant) and id(node) not in texts else None
+        if isinstance(value, str) and (value in types() or (value.isidentifier() and classes().fullmatch(value))):
+            yield value
+
+
+@cache
+def found() -> dict[str, tuple[str, ...]]:
+    """File -> the names in it, of all files that are no home."""
+    files = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "bridge").rglob("*.py"))}
+    others = {file: path for file, path in files.items() if not file.startswith(HOMES)}
+    named = {file: tuple(n for n in names_in(path) if (file, n) not in OTHERS) for file, path in others.items()}
+    return {file: names for file, names in named.items() if names}
+
+
+def test_a_family_is_named_in_its_home_alone() -> None:
+    many = {file: names for file, names in found().items() if len(names) > LEFT.get(file, 0)}
+    assert not many, f"move these to mappings/ or {HOMES[0]}: {many}"
+
+
+def test_what_is_left_only_shrinks() -> None:
+    assert {file: len(found().get(file, ())) for file in LEFT} == LEFT, "lower the numbers in LEFT"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ('"""llama"""\nKIND = "llama"', ["llama"]),
+        ('CLASSES = ("JetMoeMoA", "LlamaForCausalLM", "Llama", "ForCausalLM")', ["JetMoeMoA", "LlamaForCausalLM"]),
+        ('def f() -> str:\n    """gpt2"""\n    return "a gpt2"', []),
+    ],
+)
+def test_names_are_found_but_in_docstrings(text: str, names: list[str], tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(text)
+    assert list(names_in(tmp_path / "module.py")) == names
