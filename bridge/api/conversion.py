@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bridge.api.request import (
     Request,
@@ -66,43 +66,60 @@ class Clock:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a conversion runs, apart from its request: `executor` runs the stream in other processes.
-
-    `runs`: run the output even if its target would not load a framework for that. `outgoing`: where to upload it.
-    `workers`: the processes that share the calibration; the first one does all the rest.
-    """
+    """How a conversion runs, besides its request."""
 
     executor: Executor | None = None
+    """Runs the stream in other processes; None runs it here."""
     runs: bool = False
-    outgoing: Outgoing | None = None
+    """Run the output even if its target would not load a framework for that."""
     workers: Workers | None = None
+    """The processes that share the calibration; the first one does all the rest."""
 
 
 def run(request: Request, options: RunOptions) -> Report:
     """Convert; a remote output is written to a local directory, then uploaded."""
-    if not options.workers:
-        return _sent(request, options)
-    if is_automatic(request.quant):
+    workers = options.workers
+    if workers and is_automatic(request.quant):
         raise UsageError(
             f"quant={request.quant!r} measures layers in one process: make the recipe with `qbridge sensitivity` first "
             "and convert with it, or pass workers=1"
         )
-    if not options.workers.first:
-        return _assisted(request, options.workers)
-    report = _sent(request, options)
-    options.workers.agree(report.to_json())
+    if workers and not workers.first:
+        return _join_calibration(request, workers)
+    with _local_output(request) as (request, outgoing):
+        clock = Clock()
+        with clock.stage("plan"):
+            request.progress(0, 0, "plan")
+            source = request.source()
+            request, recipe = _choose_scheme(source, request, clock)
+            resolved = resolve(source, request)
+            if recipe:
+                notes = (*resolved.plan.notes, *choice_notes(recipe))
+                resolved = replace(resolved, plan=replace(resolved.plan, notes=notes))
+            decisions = _decide(request, resolved, recipe, options.runs, clock)
+            request.progress(1, 1, "plan")
+        kept = outgoing.kept(decisions.identity, request.verify) if outgoing and request.resume else None
+        if kept:
+            _announce_calibration(workers, False)
+            report = report_from_dict(kept)
+        else:
+            report = _write(request, resolved, decisions, options, outgoing, clock)
+    if workers:
+        workers.agree(report.to_json())
     return report
 
 
-def _sent(request: Request, options: RunOptions) -> Report:
+@contextmanager
+def _local_output(request: Request) -> Iterator[tuple[Request, Outgoing | None]]:
+    """Yield the request with an output here; a remote one is uploaded at the end."""
     if not is_remote(request.out):
-        return _run(request, options)
+        yield request, None
+        return
     from bridge.core.remote.upload import sending
 
     with sending(str(request.out), request.overwrite, request.progress) as outgoing:
         # overwrite: an earlier run may have left an output here that was not uploaded
-        local = replace(request, out=outgoing.local, overwrite=True)
-        return _run(local, replace(options, outgoing=outgoing))
+        yield replace(request, out=outgoing.local, overwrite=True), outgoing
 
 
 def calibrate(job: CalibrationJob) -> Calibration:
@@ -146,65 +163,65 @@ def _warn_of_time(head: str, job: CalibrationJob) -> None:
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """A conversion that passed all checks. `runs`: the output is run, to compare its outputs with the source's.
+class Decisions:
+    """What is decided before anything is written."""
 
-    `recipe`: the text of the recipe that `auto:` chose, "" without it. `free`: memory, read once for all decisions.
-    """
-
-    request: Request
-    resolved: ResolvedRequest
     data: Data | None
+    """What the model is calibrated with, or only compared on: 32 sequences of the embedded text. None without a run."""
     identity: str
-    runs: bool
+    """A digest of all that the output depends on; an unfinished run is continued only if its own is equal."""
+    run_output: bool
+    """Whether the written model is run, to compare its outputs with the source's."""
     recipe: str = ""
+    """The recipe that `auto:4.8bits` chose, as text; "" if the caller named a scheme."""
     free: int | None = None
+    """Bytes of free memory, read once for all decisions; None without a calibration."""
 
 
-def _run(request: Request, options: RunOptions) -> Report:
+def _write(
+    request: Request,
+    resolved: ResolvedRequest,
+    decisions: Decisions,
+    options: RunOptions,
+    outgoing: Outgoing | None,
+    clock: Clock,
+) -> Report:
+    """Calibrate, write, verify and report, in a directory that is published at the end."""
     from bridge.reporting.make import make_report, save
     from bridge.targets.write import write
 
-    clock, outgoing = Clock(), options.outgoing
-    with clock.stage("plan"):
-        request.progress(0, 0, "plan")
-        prepared = _prepare(request, options.runs, clock)
-        request.progress(1, 1, "plan")
-    resolved = prepared.resolved
-    if outgoing and request.resume and (kept := outgoing.kept(prepared.identity, request.verify)):
-        _decide(options.workers, False)
-        return report_from_dict(kept)
     check_disk(resolved.out, resolved.disk)
-    with output_directory(resolved.out, prepared.identity, overwrite=request.overwrite, resume=request.resume) as work:
-        _tell_resumed(work, resolved)
-        calibration = _calibration(prepared, work.directory, clock, options.workers)
+    identity, overwrite, resume = decisions.identity, request.overwrite, request.resume
+    with output_directory(resolved.out, identity, overwrite=overwrite, resume=resume) as work:
+        _warn_of_resumed(work, resolved)
+        calibration = _calibration(request, resolved, decisions, work.directory, clock, options.workers)
         context = ConversionContext(
             resolved.plan, resolved.source, calibration, resolved.scheme, resolved.memory, work,
             file_settings(resolved.plan, resolved.source), progress=request.progress, executor=options.executor,
         )  # fmt: skip
         with clock.stage("write"):
             manifest = write(context)
-            if prepared.recipe:
+            if decisions.recipe:
                 (work.directory / RECIPE).parent.mkdir(exist_ok=True)
-                (work.directory / RECIPE).write_text(prepared.recipe, encoding="utf-8")
+                (work.directory / RECIPE).write_text(decisions.recipe, encoding="utf-8")
         proof = None
         if request.verify:
             from bridge.verification.verify import prove
 
             with clock.stage("verify"):
                 proof = prove(
-                    work.directory, manifest, resolved.source, calibration, prepared.data, request.progress,
-                    run=prepared.runs, memory=resolved.memory,
+                    work.directory, manifest, resolved.source, calibration, decisions.data, request.progress,
+                    run=decisions.run_output, memory=resolved.memory,
                 )  # fmt: skip
         where = outgoing.where if outgoing else resolved.out
         report = make_report(where, work.directory, manifest, resolved.source, calibration, proof, clock.seconds)
         save(report, work.directory)
         if outgoing:
-            outgoing.note_finished(work.directory, prepared.identity, request.verify)
+            outgoing.note_finished(work.directory, identity, request.verify)
     return report
 
 
-def _tell_resumed(work: Work, resolved: ResolvedRequest) -> None:
+def _warn_of_resumed(work: Work, resolved: ResolvedRequest) -> None:
     """Say where an unfinished run goes on; a calibration that stopped between blocks tells it itself."""
     calibrated = resolved.uncalibrated and (work.directory / CALIBRATION).exists()
     if work.done or calibrated:
@@ -213,50 +230,68 @@ def _tell_resumed(work: Work, resolved: ResolvedRequest) -> None:
         warn(f"{work.directory}: continues an unfinished run, which has {has}; --no-resume (resume=False) starts again")
 
 
-def _prepare(request: Request, runs: bool, clock: Clock) -> _Prepared:
-    """Plan, and run every check that comes before writing."""
-    source = request.source()
-    request, recipe = _chosen(source, request, clock)
-    resolved = resolve(source, request)
-    if recipe:
-        plan = resolved.plan
-        resolved = replace(resolved, plan=replace(plan, notes=(*plan.notes, *choice_notes(recipe))))
-    given = resolved.calibration
+def _decide(request: Request, resolved: ResolvedRequest, recipe: str, runs: bool, clock: Clock) -> Decisions:
+    """Run every check that comes before writing, and decide what is run and on what."""
     recover(resolved.out)
     check_free(resolved.out, request.overwrite)
-    data = free = None
+    given, data, free = resolved.calibration, None, None
     runs = runs or resolved.uncalibrated or load_target(request.target).runs
-    compared = request.verify and runs and source.can_run and (given is None or given.held_out is None)
+    compared = request.verify and runs and resolved.source.can_run and (given is None or given.held_out is None)
     if resolved.uncalibrated:
         assert resolved.scheme
         check_device(resolved.scheme, request.device)
-    elif not recipe:
-        _warn_of_unused(request, compared)
-    own = request.calib if given is None and request.data is None else request.data
-    if compared and not resolved.uncalibrated:
-        with clock.stage("imports"):  # of what tokenizes; no more without data to run the model on
-            data = (data_to_compare if own is None else data_of)(source, own, request.sampling)
-            compared = not data.missing
-    if resolved.uncalibrated or compared:
-        from bridge.calibration.modelopt import import_frameworks
-
-        with clock.stage("imports"):
-            import_frameworks(with_modelopt=resolved.uncalibrated and resolved.needs_modelopt)
-        if resolved.uncalibrated:
-            assert resolved.scheme
-            data = unwarned_data_of(source, own, sampling_for(request.sampling, resolved.scheme))
-            from bridge.calibration.calibrate import choose_strategy
-
-            strategy = choose_strategy(_job_of(request, resolved, data))
-            runs, free = runs and not strategy.blocks, strategy.free  # the written model would be run whole
+        data, blocks, free = _calibration_data(request, resolved, clock)
+        runs = runs and not blocks  # the written model would be run whole
+    else:
+        if not recipe:
+            _warn_of_unused(request, compared)
+        data = _comparison_data(request, resolved, clock) if compared else None
     statistics = given.digest if given else data.digest if data else ""
-    parts = (__version__, resolved.plan.digest, source.fingerprint, statistics, *filter(None, [request.compute]))
-    identity = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return _Prepared(request, resolved, data, identity, runs, recipe, free)
+    parts = (__version__, resolved.plan.digest, resolved.source.fingerprint, statistics)
+    identity = hashlib.sha256("\0".join([*parts, *filter(None, [request.compute])]).encode()).hexdigest()
+    return Decisions(data, identity, runs, recipe, free)
 
 
-def _chosen(source: Source, request: Request, clock: Clock) -> tuple[Request, str]:
-    """The request with a scheme, and the recipe that was chosen; "" if the caller named the scheme."""
+def _calibration_data(request: Request, resolved: ResolvedRequest, clock: Clock) -> tuple[Data, bool, int | None]:
+    """Prepare what the model is calibrated with; decide whether that goes block by block, by the free memory."""
+    from bridge.calibration.modelopt import import_frameworks
+
+    with clock.stage("imports"):
+        import_frameworks(with_modelopt=resolved.needs_modelopt)
+    data = _sampled(request, resolved)
+    from bridge.calibration.calibrate import choose_strategy
+
+    strategy = choose_strategy(_job_of(request, resolved, data))
+    return data, bool(strategy.blocks), strategy.free
+
+
+def _comparison_data(request: Request, resolved: ResolvedRequest, clock: Clock) -> Data:
+    """Prepare what outputs are compared on; no more than what tokenizes is imported without such data."""
+    from bridge.calibration.modelopt import import_frameworks
+
+    own = _own_data(request, resolved)
+    with clock.stage("imports"):
+        data = (data_to_compare if own is None else data_of)(resolved.source, own, request.sampling)
+    if not data.missing:
+        with clock.stage("imports"):
+            import_frameworks(with_modelopt=False)
+    return data
+
+
+def _own_data(request: Request, resolved: ResolvedRequest) -> Any:
+    """The caller's own data, which `calib` may name too; None for the embedded text."""
+    return request.calib if resolved.calibration is None and request.data is None else request.data
+
+
+def _sampled(request: Request, resolved: ResolvedRequest) -> Data:
+    """Prepare calibration data, without its warnings."""
+    assert resolved.scheme
+    sampling = sampling_for(request.sampling, resolved.scheme)
+    return unwarned_data_of(resolved.source, _own_data(request, resolved), sampling)
+
+
+def _choose_scheme(source: Source, request: Request, clock: Clock) -> tuple[Request, str]:
+    """Measure layers for `auto:4.8bits`: the request with the recipe, and its text; "" if the caller named a scheme."""
     if not is_automatic(request.quant):
         return request, ""
     from bridge.api.sensitivity.automatic import choose_recipe
@@ -277,26 +312,31 @@ def _warn_of_unused(request: Request, compared: bool) -> None:
 
 
 def _calibration(
-    prepared: _Prepared, directory: Path, clock: Clock, workers: Workers | None = None
+    request: Request,
+    resolved: ResolvedRequest,
+    decisions: Decisions,
+    directory: Path,
+    clock: Clock,
+    workers: Workers | None = None,
 ) -> Calibration | None:
     """The given or newly made calibration, saved in `directory`; None if the conversion needs none.
 
     A calibration that an unfinished run of the same conversion saved there is loaded.
     """
-    resolved, saved = prepared.resolved, directory / CALIBRATION
+    saved = directory / CALIBRATION
     if resolved.calibration:
         resolved.calibration.save(saved)
-    _decide(workers, resolved.uncalibrated and not saved.exists())
-    if not (resolved.uncalibrated and resolved.scheme and prepared.data):
+    _announce_calibration(workers, resolved.uncalibrated and not saved.exists())
+    if not (resolved.uncalibrated and resolved.scheme and decisions.data):
         return resolved.calibration
     with clock.stage("calibrate"):
         if saved.exists():
             return Calibration.load(saved)
-        if not prepared.recipe:  # it was chosen with the same data
-            warn_of(prepared.data)
-        prepared.request.progress(0, 0, "calibrate")
-        job = _job_of(prepared.request, resolved, prepared.data)
-        job = replace(job, partial=directory / CALIBRATING, workers=workers, free=prepared.free)
+        if not decisions.recipe:  # it was chosen with the same data
+            warn_of(decisions.data)
+        request.progress(0, 0, "calibrate")
+        job = _job_of(request, resolved, decisions.data)
+        job = replace(job, partial=directory / CALIBRATING, workers=workers, free=decisions.free)
         calibration = calibrate(job)
         calibration.save(saved)
         return Calibration.load(saved) if calibration.chosen else calibration  # codes are read from this file
@@ -311,28 +351,24 @@ def _job_of(request: Request, resolved: ResolvedRequest, data: Data) -> Calibrat
     )  # fmt: skip
 
 
-def _decide(workers: Workers | None, calibrates: bool) -> None:
+def _announce_calibration(workers: Workers | None, calibrates: bool) -> None:
     """Tell the other processes of a conversion, once, whether all of them calibrate."""
     if workers:
         workers.agree(calibrates)
 
 
-def _assisted(request: Request, workers: Workers) -> Report:
+def _join_calibration(request: Request, workers: Workers) -> Report:
     """Share the calibration of a conversion that the first process writes, and return its report."""
-    source = request.source()
-    resolved = resolve(source, request)
+    resolved = resolve(request.source(), request)
     calibrates, *_ = workers.agree(None)
     if calibrates:
-        assert resolved.scheme
-        own = request.calib if resolved.calibration is None and request.data is None else request.data
-        data = unwarned_data_of(source, own, sampling_for(request.sampling, resolved.scheme))
-        job = _job_of(replace(request, progress=no_progress), resolved, data)
-        calibrate(replace(job, partial=_beside(request, resolved.out), workers=workers))
+        job = _job_of(replace(request, progress=no_progress), resolved, _sampled(request, resolved))
+        calibrate(replace(job, partial=_partial_directory(request, resolved.out), workers=workers))
     written, *_ = workers.agree(None)
     return report_from_dict(json.loads(written))
 
 
-def _beside(request: Request, out: Path) -> Path:
+def _partial_directory(request: Request, out: Path) -> Path:
     """Where a process that does not write keeps finished blocks: beside the output, or beside where it is made."""
     if request.out is None or not is_remote(request.out):
         return work_directory(out.absolute())

@@ -123,7 +123,8 @@ def plan_of(
     """
     program, contracts = contracts_of(target, options, runtime)
     if program is None:
-        return _planned(_plan_inputs(source, structure, target, scheme, options))
+        inputs = _plan_inputs(source, structure, target, scheme, options)
+        return _checked(make_plan(inputs), inputs)
     refused: dict[str, list[str]] = {}
     partial: Plan | None = None
     for contract in contracts:
@@ -134,7 +135,7 @@ def plan_of(
             continue
         inputs = _plan_inputs(source, structure, contract.target, scheme, {**contract.options, **options})
         try:
-            plan = _planned(inputs)
+            plan = _checked(make_plan(inputs), inputs)
         except (PlanError, SchemeError) as error:
             if len(contracts) == 1:
                 raise
@@ -175,9 +176,8 @@ def contracts_of(target: str, options: Mapping[str, Any], runtime: str | None) -
     ]
 
 
-def _planned(inputs: PlanInputs) -> Plan:
-    """Make a plan, and the keys of its files, so that a tokenizer without a place in them is refused now."""
-    plan = make_plan(inputs)
+def _checked(plan: Plan, inputs: PlanInputs) -> Plan:
+    """Add notes on the source; make the keys of files, so that a tokenizer without a place in them is refused now."""
     if kept := inputs.source.kept:
         plan = replace(plan, notes=(*plan.notes, *_pruning_notes(kept, inputs.source.sparse, plan)))
     if inputs.source.adapter:

@@ -63,26 +63,47 @@ class Request:
     """The arguments of `convert`, with the same names and defaults."""
 
     model: Any
+    """A directory, a hub id, an address, a `transformers` model in memory, or a `Source`."""
     target: str
+    """The format to write, "hf" or "trt", or a program that stands for one, "vllm"."""
     quant: Any = None
+    """A scheme name, "fp8", a recipe's path, a `Scheme`, or "auto:4.8bits"; "none" dequantizes a quantized source."""
     out: str | Path | None = None
+    """The directory to write, or its address, "s3://models/llama-fp8"; None names it `llama-fp8-hf`."""
     calib: Any = None
+    """A `Calibration`, the path of a saved one, "fp8.safetensors", or what `data` takes."""
     data: Any = None
+    """What to calibrate with and compare on: "corpus.jsonl", texts, batches; None takes the embedded text."""
     sampling: Sampling = DEFAULT
+    """How much of it: `Sampling(samples=128, sequence=512, field="text")`."""
     kv: str | None = None
+    """The numeric of the KV cache, "fp8" or "nvfp4_cast"; None leaves it unquantized."""
     device: str | None = None
+    """Where calibration runs, "cuda:1"; None leaves the model where it is."""
     config: Mapping[str, Any] | str | Path | None = None
+    """Entries that replace those of config.json: `{"rope_theta": 500000.0}`, or a JSON file of them."""
     tokenizer: Any = None
+    """An object, a directory or a hub id, in place of the model's own tokenizer."""
     verify: bool = True
+    """Whether the output is read again and compared with its source, and run if the target does."""
     overwrite: bool = False
+    """Whether `out` is replaced, if bridge wrote it."""
     resume: bool = True
+    """Whether an unfinished run of the same conversion is continued, else what it left is discarded."""
     progress: Progress = no_progress
+    """Called with the work done, the total and the stage: `progress(3, 83, "weights")`."""
     memory: int | None = None
+    """Bytes that the run may use, 24 * 10**9; None takes the plan's figure."""
     runtime: str | None = None
+    """The program that will load the output, "sglang"; it chooses options of the target."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the target that the caller gave: `{"shard_size": "5GB"}`."""
     compute: str | None = None
+    """What calibration runs in: "fp32", or None for the model's dtype."""
     base: Any = None
+    """The model under a LoRA adapter; None takes the one that its adapter_config.json names."""
     adapter: str | None = None
+    """What becomes of a LoRA adapter: "merge", as None, adds it to its base, and "keep" writes it too."""
 
     def source(self) -> Source:
         """Open the model."""
@@ -94,12 +115,19 @@ class ResolvedRequest:
     """A planned conversion: its output lies outside its source, and its memory is enough for the stream."""
 
     source: Source
+    """The opened model; of an adapter or a quantized checkpoint, the one that wraps its files."""
     structure: Structure
+    """Its roles and sites: `model.layers.0.mlp.down_proj` is a matrix of role `mlp.down.weight`."""
     scheme: Scheme | None
+    """The scheme with rules bound to this model; None writes the model's own dtype."""
     plan: Plan
+    """Every output tensor and the step that writes it."""
     out: Path
-    calibration: Calibration | None  # given by the caller, or kept by a source that was quantized in training
+    """The directory to write: `llama-fp8-hf` if none was named."""
+    calibration: Calibration | None
+    """Given by the caller, or saved by a source that was quantized in training; None if there is none yet."""
     memory: int
+    """Bytes that the stream may use at once, 512 << 20."""
 
     @property
     def disk(self) -> int:

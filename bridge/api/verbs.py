@@ -1,4 +1,4 @@
-"""The verbs: plan, calibrate, convert, verify, check."""
+"""The verbs: calibrate, convert, verify, check."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ def parameter(name: str, flag: Flag, hidden: bool = False) -> click.Parameter:
         more["default"] = False if inverted else flag.default
     if flag.kind is not bool:
         more["type"] = TYPES[flag.kind] if flag.min is None else click.IntRange(min=flag.min)
-    if (complete := flag.complete) is not None:
-        more["shell_complete"] = lambda _ctx, _param, begin: complete(begin) or [CompletionItem(begin, type="file")]
+    if flag.complete is not None:
+        more["shell_complete"] = functools.partial(_offered, flag.complete)
     if flag.argument:
         return click.Argument([name], metavar=flag.metavar, nargs=-1 if flag.several else 1, **more)
     names = flag.names.split() or [f"--{'no-' if inverted else ''}{name.replace('_', '-')}"]
@@ -118,6 +118,11 @@ def parameter(name: str, flag: Flag, hidden: bool = False) -> click.Parameter:
         [name, *names], is_flag=flag.kind is bool, multiple=flag.several, metavar=metavar, hidden=hidden,
         show_default=bool(more.get("default")), **more,
     )  # fmt: skip
+
+
+def _offered(complete: Callable[[str], list[Any]], ctx: click.Context, param: click.Parameter, begin: str) -> list[Any]:
+    """What the shell offers: known names that begin so, else files."""
+    return complete(begin) or [CompletionItem(begin, type="file")]
 
 
 def _value(flag: Flag, value: Any) -> Any:

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import EntryPoint
 from typing import Any, get_args, get_type_hints
 
-from bridge.core.added import added
+from bridge.core.entry_points import registered
 from bridge.core.errors import UsageError
 from bridge.core.text import nearest
 from bridge.workflows.batch.values import Engine, Limits
@@ -23,7 +23,7 @@ BUILT_IN = {"local": "bridge.workflows.batch.engines.local", "ray": "bridge.work
 
 def engine_names() -> tuple[str, ...]:
     """Names of the built-in engines, then of those that entry points add."""
-    return tuple(dict.fromkeys((*BUILT_IN, *_added())))
+    return tuple(dict.fromkeys((*BUILT_IN, *_registered())))
 
 
 def make_settings(name: str, given: Mapping[str, Any]) -> Any:
@@ -51,12 +51,12 @@ def make_engine(name: str, settings: Any, limits: Limits) -> Engine:
 def _module(name: str) -> Any:
     if name in BUILT_IN:
         return importlib.import_module(BUILT_IN[name])
-    if name not in _added():
+    if name not in _registered():
         raise UsageError(f"engine = {name!r} is unknown; {nearest(str(name), engine_names())}")
-    return _added()[name].load()
+    return _registered()[name].load()
 
 
 @cache
-def _added() -> dict[str, EntryPoint]:
+def _registered() -> dict[str, EntryPoint]:
     """Engines of other packages."""
-    return {point.name: point for point in added("bridge.engines")}
+    return {point.name: point for point in registered("bridge.engines")}
