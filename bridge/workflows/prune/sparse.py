@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.api.request import data_of
+from bridge.calibration.data import Sampling
 from bridge.core.errors import warn
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of
@@ -14,16 +15,13 @@ from bridge.planning.structure import structure_of
 from bridge.sources.pruned.opening import plan_sparse
 from bridge.sources.pruned.source import PrunedSource
 from bridge.sources.source import Source
-from bridge.workflows.prune.sampling import sampling_of
 
 
 def made_sparse(
     source: Source,
     method: str,
     data: Any,
-    samples: int | None,
-    sequence: int | None,
-    field: str | None,
+    sampling: Sampling,
     device: str | None,
     progress: Progress | bool | None,
 ) -> PrunedSource:
@@ -33,7 +31,7 @@ def made_sparse(
         return cut.pruned({}, sparse=sparse)
     from bridge.calibration.importance.measure import measure_zeros, perplexity_of
 
-    prepared = data_of(source, data, sampling_of(source, samples, sequence, field))
+    prepared = data_of(source, data, sampling)
     made, before = measure_zeros(
         cut, structure_of(source), prepared, sparse, device=device, progress=callback_of(progress)
     )

@@ -85,7 +85,8 @@ def pruned(
     scores = check_choice(keep, drop_layers, importance, repair, order, sparse, sparse_method)
     source = open_source(model, config, tokenizer)
     if sparse is not None:
-        return made_sparse(source, sparse_method, data, samples, sequence, field, device, progress)
+        sampling = sampling_of(source, samples, sequence, field)
+        return made_sparse(source, sparse_method, data, sampling, device, progress)
     cut = plan_cut(source, keep, drop_layers)
     by_importance = order == "importance"
     if scores:
