@@ -5,9 +5,9 @@ Rows are doubled until the model has seen enough. So `samples="auto"` that chose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from bridge.calibration.quantizers import QuantizerBinding, bind
 from bridge.calibration.reference_outputs import blaming, runner
 from bridge.calibration.requirements import default_samples
 from bridge.calibration.statistics import ExpertTokens
+from bridge.calibration.walk.options import Watch
 from bridge.calibration.walk.states import Spill
 from bridge.core.progress import Progress
 from bridge.core.values import Format
@@ -31,14 +32,6 @@ EVERY_EXPERT = 64  # tokens that the router sends to each; fewer leave channels 
 # default is the least that is chosen, and the rule finds models that need more.
 MOVED = 0.05
 BLOCKS = 2  # the first ones; later blocks need a run of the whole model
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What one number of rows showed: maxima of channels by live module, tokens of experts by layer."""
-
-    channels: Mapping[str, np.ndarray]
-    experts: Mapping[str, np.ndarray]
 
 
 def choose_samples(job: CalibrationJob, by_blocks: bool = False, spill: Spill | None = None) -> Data:
@@ -68,40 +61,44 @@ def choose_samples(job: CalibrationJob, by_blocks: bool = False, spill: Spill | 
     if by_blocks:
         from bridge.calibration.walk.run import watch_by_blocks
 
-        def watch(data: Data) -> _Seen:
+        def watch(data: Data) -> _Watch:
             seen = _Watch(bindings, first, experts)
             watch_by_blocks(replace(job, data=replace(data, held_out=())), seen, spill)
-            return _Seen(seen.channels, seen.routing.tokens)
+            return seen
     else:
         copied = copy_modules(model)
-        watch = partial(
-            _watch, copied if job.device is None else copied.to(job.device), model, bindings, first, experts
-        )
+        copied = copied if job.device is None else copied.to(job.device)
+
+        def watch(data: Data) -> _Watch:
+            seen = _Watch(bindings, first, experts, stop=not experts)
+            seen.over(partial(_run, data, model, seen))(copied)
+            return seen
+
     least = default_samples(scheme)
     return _doubled(data.cut, watch, least // 2 if first else least, job.progress)
 
 
-def _doubled(cut: Callable[[int], Data], watch: Callable[[Data], _Seen], rows: int, progress: Progress) -> Data:
-    before: _Seen | None = None
+def _doubled(cut: Callable[[int], Data], watch: Callable[[Data], _Watch], rows: int, progress: Progress) -> Data:
+    before: _Watch | None = None
     while True:
         progress(0, 0, "choose samples")
         data = cut(rows)
         seen = watch(data)
         moved = _moved(before, seen)
-        least = min((int(tokens.min()) for tokens in seen.experts.values()), default=EVERY_EXPERT)
+        least = min((int(tokens.min()) for tokens in seen.routing.tokens.values()), default=EVERY_EXPERT)
         enough = (not seen.channels or moved < MOVED) and least >= EVERY_EXPERT
         if enough or data.samples < rows or rows >= MOST_SAMPLES:
             break
         rows, before = 2 * rows, seen
     why = [] if enough else ["the text has no more" if data.samples < rows else f"{MOST_SAMPLES} are the most"]
-    if seen.experts:
+    if seen.routing.tokens:
         why.append(f"each expert has {least} tokens or more")
     if before and seen.channels:
         why.append(f"channel maxima moved by {moved:.3f} (median of log2) from {rows // 2} sequences")
     return replace(data, chosen="; ".join(why))
 
 
-def _moved(before: _Seen | None, seen: _Seen) -> float:
+def _moved(before: _Watch | None, seen: _Watch) -> float:
     """The median over all channels of |log2| of what a maximum was multiplied by."""
     if before is None or not seen.channels:
         return np.inf
@@ -116,69 +113,60 @@ class _Enough(BaseException):
     """All watched modules of a forward have run; no Exception, so that no model's code catches it."""
 
 
-def _watch(
-    model: Any, plain: Any, bindings: Collection[QuantizerBinding], first: Collection[str], experts: bool, data: Data
-) -> _Seen:
-    """Run `model` on the batches; only as far as the modules `first` if no experts are counted."""
-    channels: dict[str, np.ndarray] = {}
-    routing, run = ExpertTokens(bindings), runner(model)
+def _run(data: Data, plain: Any, watch: _Watch, model: Any) -> None:
+    """Run a whole model on the batches, each only as far as `watch` looks."""
+    run = runner(model)
 
     def step(batch: Mapping[str, Any]) -> None:
-        with suppress(_Enough), _hooked(model, first, channels, stop=not experts):
+        watch.begin(batch)
+        with suppress(_Enough):
             run(batch)
 
-    def loop(_: Any) -> None:
-        tried = blaming(step, plain)
-        for batch in data.batches:
-            tried(batch)
-
-    routing.first(loop)(model)
-    return _Seen(channels, routing.tokens)
+    tried = blaming(step, plain)
+    for batch in data.batches:
+        tried(batch)
 
 
-class _Watch:
-    """Keeps what `_watch` keeps, of a model that runs block by block."""
+class _Watch(Watch):
+    """What one number of rows showed: `channels`, maxima by live module, and `routing`, tokens of experts by layer.
 
-    def __init__(self, bindings: Collection[QuantizerBinding], first: Collection[str], experts: bool) -> None:
+    `first`: the modules whose channels count. `stop`: a forward ends when all of them have run.
+    """
+
+    def __init__(
+        self, bindings: Collection[QuantizerBinding], first: Collection[str], experts: bool, stop: bool = False
+    ) -> None:
+        counted = {one.module for one in bindings if one.site.stacked or one.expert is not None} if experts else set()
+        super().__init__({*first, *counted})
         self.channels: dict[str, np.ndarray] = {}
         self.routing = ExpertTokens(bindings)
-        self._first = first
-        counted = {one.module for one in bindings if one.site.stacked or one.expert is not None} if experts else set()
-        self.modules = {*first, *counted}
-
-    def prepare(self, model: Any) -> None:
-        """Nothing to ready."""
+        self._first, self._stop = set(first), stop
+        self._left: set[str] = set()
 
     def begin(self, inputs: Mapping[str, Any]) -> None:
-        """Nothing depends on the batch."""
+        """All modules are to be seen with the next batch."""
+        self._left = set(self._first)
 
     def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
         """The loop, watched."""
 
         def run(model: Any) -> None:
-            held = {name for name, _ in model.named_modules()}
-            with _hooked(model, held & set(self._first), self.channels, stop=False):
+            held = {name for name, _ in model.named_modules()} & self._first
+            hooked = ((model.get_submodule(name), partial(self._keep, name)) for name in sorted(held))
+            handles = [module.register_forward_pre_hook(hook) for module, hook in hooked]
+            try:
                 self.routing.first(loop)(model)
+            finally:
+                for handle in handles:
+                    handle.remove()
 
         return run
 
-
-@contextmanager
-def _hooked(model: Any, modules: Collection[str], channels: dict[str, np.ndarray], stop: bool) -> Iterator[None]:
-    """Keep the maximum of each channel of the inputs of `modules`; with `stop`, raise when all of them have run."""
-    left = set(modules)
-
-    def keep(name: str, module: Any, inputs: tuple[Any, ...]) -> None:
+    def _keep(self, name: str, module: Any, inputs: tuple[Any, ...]) -> None:
+        """Keep the maximum of each channel of a module's input."""
         if inputs and inputs[0].numel():
             amax = inputs[0].detach().abs().flatten(0, -2).amax(0).float().cpu().numpy()
-            channels[name] = np.maximum(channels[name], amax) if name in channels else amax
-        left.discard(name)
-        if stop and not left:
+            self.channels[name] = np.maximum(self.channels[name], amax) if name in self.channels else amax
+        self._left.discard(name)
+        if self._stop and not self._left:
             raise _Enough
-
-    handles = [model.get_submodule(name).register_forward_pre_hook(partial(keep, name)) for name in sorted(modules)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

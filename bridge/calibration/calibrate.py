@@ -11,9 +11,8 @@ from bridge.calibration.data import Data
 from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import PACKAGES, fake_quantize, fingerprint
 from bridge.calibration.quantizers import calibrator
-from bridge.calibration.requirements import check_data, check_device, is_cuda, model_in_memory
+from bridge.calibration.requirements import check_data, check_device, device_of, home_of, is_cuda, model_in_memory
 from bridge.calibration.walk.budget import Need, by_blocks, calibration_need, memory_of, stacked_bytes, tokens_of
-from bridge.calibration.walk.workers.device import device_of, home_of
 from bridge.calibration.walk.workers.processes import Workers, check_same
 from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.machine import available_memory

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bridge.calibration.algorithms.clips import contiguous, set_aside, take_clips
-from bridge.calibration.algorithms.codes import chosen_of, made_for
+from bridge.calibration.algorithms.codes import collect_codes, with_weights_digest
 from bridge.calibration.algorithms.columns import install
 from bridge.calibration.data import Data
 from bridge.calibration.job import CalibrationJob
@@ -28,7 +28,7 @@ from bridge.calibration.quantizers import (
     bind,
     calibrator,
     check_hooked,
-    kept_from_modelopt,
+    hidden_from_modelopt,
     known_formats,
     quant_cfg,
     registering,
@@ -94,14 +94,14 @@ def fake_quantize(job: CalibrationJob, least: float = 0.0) -> FakeQuantized:
     origins = live_names(model, source.specs)
     fake = _calibrated(model, job, origins)
     raised = raise_inputs(fake, least)
-    seen = collect(fake, scheme) | chosen_of(fake.model, fake.bindings, origins)
+    seen = collect(fake, scheme) | collect_codes(fake.model, fake.bindings, origins)
     attention = fake.attention.values()
     statistics, applied = settle_statistics(seen, fake.bindings, attention, scheme, source.specs, job.needed)
     held = None
     # Behind a forward_loop the held-out inputs are the embedded text, which not every model reads.
     if data.held_out and not (data.forward_loop is not None and refusal(model, data.held_out[0])):
         held = _held_out(model, fake, job)
-    provenance = made_for(provenance_of(job, model), source, job.structure, seen)
+    provenance = with_weights_digest(provenance_of(job, model), source, job.structure, seen)
     calibration = Calibration(provenance=provenance, **statistics, applied=(*raised, *applied), held_out=held)
     return FakeQuantized(fake.model, calibration, model, fake.bindings, tuple(fake.attention))
 
@@ -252,7 +252,7 @@ def _run(
     names = [name for name, _ in root.named_modules()]
     enabled: list[str] = []
     searched: list[tuple[Any, str, Any]] = []
-    with kept_from_modelopt(root, bindings), registering(_plugins(), cache=bool(live)):
+    with hidden_from_modelopt(root, bindings), registering(_plugins(), cache=bool(live)):
         mtq.quantize(root, {"quant_cfg": quant_cfg([], [], None, names), "algorithm": None})
     isolate(root)
     for algorithm in schedule.algorithms:

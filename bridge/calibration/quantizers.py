@@ -162,7 +162,7 @@ def quant_cfg(
 
 
 @contextmanager
-def kept_from_modelopt(root: Any, bindings: Sequence[QuantizerBinding]) -> Iterator[None]:
+def hidden_from_modelopt(root: Any, bindings: Sequence[QuantizerBinding]) -> Iterator[None]:
     """Hide modules that ModelOpt breaks or fails on while it makes modules quantizable, and that hold no site."""
     sites = {binding.module for binding in bindings}
     hidden: list[tuple[Any, str, Any]] = []

@@ -163,7 +163,7 @@ def proving(model: Any) -> Run:
 
 
 def why_failed(plain: Any, batch: Mapping[str, Any]) -> str:
-    """Why a run fails, by what the unquantized model does with the same inputs; "" if nothing tells it."""
+    """Why a run fails, by what the unquantized model does with the same inputs; "" if it runs on them."""
     from bridge.tracker.finite import NanFinder
 
     with NanFinder(plain) as finder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +29,7 @@ BY_ALGORITHM = {"smoothquant": 128}
 # Forwards of the whole data by algorithm. AWQ collects in the first, then runs each linear as it is and at 11 alphas.
 # Clips are searched by products of elements, of 64 tokens of a batch: 75 times the time of 1,024 tokens' forward.
 FORWARDS = {"max": 1, "smoothquant": 1, "awq": 13, "awq_clip": 75, "awq_full": 88, "local_hessian": 2, "gptq": 3}
-LONG = 600  # seconds, from which a user is told
+LONG = 600  # seconds, from which a user is warned
 SLOW = 60  # seconds, from which another dtype is worth a line
 SMALL = 1e11  # FLOP that the slowest machine does within a minute or so; nothing is measured below
 Rate = Callable[[str, str | None], float]
@@ -97,6 +98,26 @@ def check_data(scheme: Scheme, data: Data) -> None:
     """CalibrationError if a scheme needs data and there are none."""
     if not data.batches and data.forward_loop is None and scheme.needs_calibration:
         raise CalibrationError(f"scheme {scheme.name} needs statistics of activations: {data.missing}")
+
+
+def device_of(device: str | None, neighbour: int) -> str | None:
+    """Return the device of a process; `neighbour`: its position among those of this machine.
+
+    "cuda" is the process's own: LOCAL_RANK of torchrun, else its position. Ray and Slurm show each process one device.
+    """
+    if device != "cuda":
+        return device
+    import torch
+
+    local = os.environ.get("LOCAL_RANK", "")
+    index = int(local) if local.isdecimal() else neighbour
+    return f"cuda:{index % max(1, torch.cuda.device_count())}"
+
+
+def home_of(source: Source) -> str | None:
+    """Return the device of a model in memory, where a walk runs unless another is asked for; None for other sources."""
+    found = model_in_memory(source)
+    return str(next(found.load_model().parameters()).device) if found else None
 
 
 def source_for(source: Source, compute: str | None) -> Source:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bridge
-from bridge.calibration.importance.sparsegpt import sparsified
+from bridge.calibration.importance.sparsity import sparsified
 from tests.models.decoder_families import build
 
 random = torch.Generator().manual_seed(0)

@@ -15,8 +15,7 @@ from pathlib import Path
 from bridge.api.request import Request, unwarned_data_of, warn_of
 from bridge.api.sensitivity.budget import parse_automatic
 from bridge.api.sensitivity.candidates import Destination
-from bridge.api.sensitivity.job import Job, automatic_job
-from bridge.api.sensitivity.memory import room_for
+from bridge.api.sensitivity.job import Job, automatic_job, room_for
 from bridge.api.sensitivity.run import measured
 from bridge.calibration.data import Data
 from bridge.core.errors import UsageError, WriteError, reason

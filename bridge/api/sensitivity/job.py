@@ -1,4 +1,4 @@
-"""The job of a sensitivity run, from headers alone."""
+"""The job of a sensitivity run, and whether it fits into memory, from headers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from bridge.api.sensitivity.candidates import Candidates, Destination, Menu, one
 from bridge.api.sensitivity.recipe import check_recipe, recipe, recipe_base
 from bridge.api.sensitivity.result import METHODS
 from bridge.api.sensitivity.units import Unit
+from bridge.calibration.calibrate import free_memory
+from bridge.calibration.data import Data
+from bridge.calibration.walk.budget import USED, measuring_need, tokens_of
 from bridge.core.errors import CalibrationError, SchemeError, UsageError
 from bridge.core.text import nearest, size
 from bridge.core.values import Structure
@@ -19,6 +22,7 @@ from bridge.planning.structure import structure_of
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.recipe import NONE
 from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.memory import MemorySource
 from bridge.sources.source import Source
 
 ANYWHERE = Destination()
@@ -157,6 +161,49 @@ def automatic_job(
     job = Job(source, structure, tuple(names), kv, candidates, True, budget, "", "kl")
     _check_size(job)
     return job
+
+
+@dataclass(frozen=True)
+class Room:
+    """Whether the whole model fits, and two blocks at once. `needed`: bytes of the whole model."""
+
+    whole: bool
+    ahead: bool
+    needed: int
+
+
+def room_for(job: Job, data: Data, memory: int | None, device: str | None) -> Room:
+    """What fits into `memory`, None for most of what is free; refuses what does not, before a weight is read.
+
+    Raises:
+        UsageError: a method that runs the whole model does not fit, or the largest block does not.
+        CalibrationError: blocks cannot be run by a forward_loop.
+    """
+    if job.method == "block" and data.forward_loop is not None:
+        raise CalibrationError(
+            "method='block': a forward_loop runs the whole model, which is not in memory; give batches as data="
+        )
+    need = measuring_need(job.source.specs, job.source.config, job.schemes, tokens_of(data))
+    resident = isinstance(job.source, MemorySource)
+    budget = int(free_memory(device) * USED) if memory is None else memory
+    given = f"{size(budget)}, what is free here" if memory is None else f"memory={size(budget)} (--memory)"
+    whole = need.whole <= budget or (memory is None and resident)
+    least = min(need.blocks, need.whole)
+    if job.method != "block" and not whole:
+        small = job.budget and job.budget.kind == "kl" and " and a budget of bits or bytes"
+        block = f"method='block' (--method block){small or ''}, which takes {size(least)}"
+        if least > budget:
+            block = f"at least {least} bytes and {block}"
+        raise UsageError(
+            f"method={job.method!r} runs the whole model, which takes {size(need.whole)}, more than {given}; use "
+            f"{block}, or give at least {need.whole} bytes"
+        )
+    if least > budget and not whole:
+        raise UsageError(
+            f"{given} is too little for method='block': {need.largest} has {size(need.largest_bytes)}, and with its "
+            f"activations it takes {size(least)}; give at least {least} bytes, or fewer samples= (--samples)"
+        )
+    return Room(whole, not resident and need.blocks + need.largest_bytes <= budget, need.whole)
 
 
 def _check_several(quant: Sequence[Any], fallback: str | None, method: str) -> None:

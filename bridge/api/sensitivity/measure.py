@@ -1,4 +1,4 @@
-"""Measure the cost of each unit: by divergence, by gradients, or by the error of its block.
+"""Measure the cost of each unit: divergence, gradient score, or block error.
 
 One calibration serves all units, since a max or a pre-scale is taken from activations of the unquantized model. The
 costs are those of ModelOpt's simulation; scales that a target also shares within a unit (one for q, k and v) are not

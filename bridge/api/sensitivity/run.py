@@ -11,9 +11,8 @@ from bridge.api import request
 from bridge.api.sensitivity.candidates import Destination
 from bridge.api.sensitivity.choose import Divergence, Pick, choose
 from bridge.api.sensitivity.divergence import has_head
-from bridge.api.sensitivity.job import Job, Question, make_job
+from bridge.api.sensitivity.job import Job, Question, make_job, room_for
 from bridge.api.sensitivity.measure import Costs, block_costs, costs, make_bench
-from bridge.api.sensitivity.memory import room_for
 from bridge.api.sensitivity.recipe import check_recipe, recipe, recipe_base
 from bridge.api.sensitivity.result import METHODS, NATS, Choice, InFormat, Layer, Sensitivity, Whole
 from bridge.api.sensitivity.units import Unit

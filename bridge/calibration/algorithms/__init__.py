@@ -1,1 +1,1 @@
-"""What AWQ clips, GPTQ and the local Hessian need beside ModelOpt."""
+"""Parts of AWQ, GPTQ and the local Hessian that ModelOpt lacks."""

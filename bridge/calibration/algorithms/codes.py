@@ -24,7 +24,7 @@ SAMPLED = 8  # rows of a weight that tell it from others; 0.3 GB of Llama-3.1-40
 EPSILON = 2.0**-24  # ModelOpt's fake quantizer codes blocks with no larger amax as zeros
 
 
-def chosen_of(root: Any, bindings: Iterable[QuantizerBinding], origins: Mapping[str, Origin]) -> Statistics:
+def collect_codes(root: Any, bindings: Iterable[QuantizerBinding], origins: Mapping[str, Origin]) -> Statistics:
     """Return what calibration chose of the weights in `root`, by kind and checkpoint module.
 
     Codes lie in the axes of the stored weight. ModelOpt's modules hold their values, rounded to the model's dtype, and
@@ -124,7 +124,7 @@ def _packed(codes: np.ndarray) -> np.ndarray:
     return packed_codes(np.ascontiguousarray(codes).view(np.uint8), "int4", "in")
 
 
-def made_for(provenance: Provenance, source: Source, structure: Structure, seen: Statistics) -> Provenance:
+def with_weights_digest(provenance: Provenance, source: Source, structure: Structure, seen: Statistics) -> Provenance:
     """Return a provenance that says for which weights the codes and scales of some modules were chosen."""
     modules = {*seen[CODES], *seen[SCALES]}
     return replace(provenance, weights=digest_of_weights(source, structure, modules)) if modules else provenance

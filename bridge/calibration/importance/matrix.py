@@ -5,15 +5,15 @@ The plain model runs, without ModelOpt. Like every statistic here it counts all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from bridge.calibration.data import Data
+from bridge.calibration.importance.watch import ExpertCalls
 from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import copy_modules, loop_over, provenance_of
 from bridge.calibration.policies import Measured, settle_importance
@@ -21,6 +21,7 @@ from bridge.calibration.quantizers import QuantizerBinding, bind
 from bridge.calibration.reference_outputs import answer_of, held_out_of, refusal
 from bridge.calibration.requirements import check_device
 from bridge.calibration.statistics import ExpertTokens
+from bridge.calibration.walk.options import Watch
 from bridge.calibration.walk.states import Spill
 from bridge.core.errors import CalibrationError
 from bridge.core.text import fold_layers
@@ -77,8 +78,8 @@ def _held_out(model: Any, data: Data) -> HeldOut | None:
     return answer_of(model, data)
 
 
-class InputSquares:
-    """Sums over the inputs of the live matrices of bindings, in float64, in the order of the tokens.
+class InputSquares(Watch):
+    """Sums over the inputs of the live matrices of bindings, in float64, in the order of the tokens, padding included.
 
     Linear layers are seen by hooks. transformers holds the experts of a layer in one module; in its eager
     implementation each expert is a call of `linear` with a part of a stacked weight. `modules`: the live modules that
@@ -87,6 +88,7 @@ class InputSquares:
 
     def __init__(self, bindings: Iterable[QuantizerBinding]) -> None:
         self._bindings = list(bindings)
+        super().__init__({one.module for one in self._bindings})
         if stacked := [one.site.module for one in self._bindings if one.site.stacked]:
             raise CalibrationError(
                 f"{', '.join(fold_layers(stacked))}: an importance matrix needs each expert as a tensor of its own; "
@@ -97,15 +99,12 @@ class InputSquares:
         self._plain = dict.fromkeys((one.module, one.parameter) for one in self._bindings if one.expert is None)
         self._stacks = dict.fromkeys((one.module, one.parameter) for one in self._bindings if one.expert is not None)
         self._routing = ExpertTokens(self._bindings)
-        self.modules, self.tokens = {one.module for one in self._bindings}, self._routing.tokens
+        self.tokens = self._routing.tokens
 
     def prepare(self, model: Any) -> None:
         """Let a model run expert by expert."""
         if self._stacks and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
-
-    def begin(self, inputs: Mapping[str, Any]) -> None:
-        """Nothing depends on the batch: padding counts, too."""
 
     def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
         """The loop, watched; its model may be a part that holds some of the modules."""
@@ -124,7 +123,7 @@ class InputSquares:
                 if module in held
             ]
             try:
-                with torch.no_grad(), _ExpertCalls(experts, self._add):
+                with torch.no_grad(), ExpertCalls(experts, self._add, (torch.nn.functional.linear,)):
                     self._routing.first(loop)(model)
             finally:
                 for handle in handles:
@@ -132,7 +131,7 @@ class InputSquares:
 
         return run
 
-    def _add(self, key: tuple[str, str, int], values: Any) -> None:
+    def _add(self, key: tuple[str, str, int], values: Any, output: Any = None) -> None:
         rows = values.detach().reshape(-1, values.shape[-1])
         for part in rows.split(ROWS):
             wide = part.to("cpu", torch.float64).numpy()
@@ -161,17 +160,3 @@ class InputSquares:
 
     def _hides(self, one: QuantizerBinding, seen: Collection[tuple[str, str]]) -> bool:
         return one.expert is not None and (one.module, one.parameter) not in seen
-
-
-class _ExpertCalls(TorchFunctionMode):
-    """Hands on the input of `linear` if its weight begins at a known address."""
-
-    def __init__(self, known: Mapping[int, tuple[str, str, int]], add: Callable[[tuple[str, str, int], Any], None]):
-        super().__init__()
-        self._known, self._add = known, add
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        linear = func is torch.nn.functional.linear and self._known and len(args) > 1
-        if linear and (key := self._known.get(args[1].data_ptr())):
-            self._add(key, args[0])
-        return func(*args, **(kwargs or {}))

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge.calibration.importance.amount import TOKENS
-from bridge.calibration.importance.places import Reader
+from bridge.calibration.importance.readers import Reader
 from bridge.calibration.importance.sums import Channels, minitron_scores, output_scores, solve
 from bridge.calibration.importance.watch import ScoreWatch
 from bridge.core.files.matrices import AppendedFile
@@ -20,9 +19,12 @@ from bridge.tables.expressions.selected_positions import Positions, kept_positio
 
 
 class Scorer:
-    """Scores by dim and place, and repaired matrices by stored name. `thin`: experts with too few tokens to repair."""
+    """Scores by dim and place, and repaired matrices by stored name. `thin`: experts with too few tokens to repair.
 
-    def __init__(self, cut: Cut, importance: str, repair: bool, by_importance: bool) -> None:
+    `repair`: the tokens that a channel needs for it; 0 repairs nothing.
+    """
+
+    def __init__(self, cut: Cut, importance: str, repair: int, by_importance: bool) -> None:
         self._cut, self._importance, self._repair, self._by_importance = cut, importance, repair, by_importance
         self._squares: dict[str, dict[At, Any]] = {}
         self._waiting: dict[str, dict[int, tuple[Channels, Any]]] = {}
@@ -55,7 +57,7 @@ class Scorer:
         kept = self._kept(reader, place)
         solved = []
         for number, (sums, weight) in sorted(experts.items()):
-            if sums.tokens < TOKENS * len(kept):
+            if sums.tokens < self._repair * len(kept):
                 self.thin.append((reader.layer, number))
                 new = weight[:, kept]
             else:

@@ -10,38 +10,23 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.nn.functional import cosine_similarity, linear
 from torch.overrides import TorchFunctionMode
 
-from bridge.calibration.importance.places import Norm, Reader
+from bridge.calibration.importance.readers import Norm, Reader
 from bridge.calibration.importance.sums import Channels
+from bridge.calibration.walk.options import Watch
 
-_PRODUCTS = (linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+PRODUCTS = (linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+Key = TypeVar("Key")
 Settle = Callable[[Reader, Channels, Any], None]
 
 
-class BareWatch:
-    """Watches nothing: each block is only run, which names the module that makes NaN. `modules`: those that run."""
-
-    def __init__(self, modules: Collection[str]) -> None:
-        self.modules = modules
-
-    def prepare(self, model: Any) -> None:
-        """Nothing to ready."""
-
-    def begin(self, inputs: Mapping[str, Any]) -> None:
-        """Nothing depends on the batch."""
-
-    def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
-        """The loop as it is."""
-        return loop
-
-
-class ScoreWatch:
-    """Sums over the run of a model, by matrix, norm and layer; see `bridge.calibration.walk.options.Watch`.
+class ScoreWatch(Watch):
+    """Sums over the run of a model, by matrix, norm and layer.
 
     `settle` gets a matrix with its sums and its live weight [out, in] as soon as no more data pass it, so that a Gram
     matrix (`gram`) lives no longer than its block. Positions that the attention mask leaves out do not count.
@@ -55,6 +40,7 @@ class ScoreWatch:
         gram: bool,
         settle: Settle,
     ) -> None:
+        super().__init__({r.module for r in readers} | {n.module for n in norms} | {*layers})
         self._readers, self._norms, self._layers = readers, norms, layers
         self._gram, self._settle = gram, settle
         self._sums: dict[Reader, Channels] = {}
@@ -66,7 +52,6 @@ class ScoreWatch:
         self.norms: dict[str, Channels] = {}
         self.influence: dict[int, float] = {}
         self.expert_norms: dict[tuple[int, int], tuple[float, int]] = {}  # layer, expert -> sum of norms, tokens
-        self.modules = {r.module for r in readers} | {n.module for n in norms} | {*layers}
 
     def prepare(self, model: Any) -> None:
         """Let a model run expert by expert."""
@@ -126,7 +111,7 @@ class ScoreWatch:
             for name, layer in self._layers.items():
                 if name in held:
                     hook(held[name], partial(self._passed, layer), False)
-            stack.enter_context(_ExpertCalls(experts, partial(self._of_expert, biases)))
+            stack.enter_context(ExpertCalls(experts, partial(self._of_expert, biases)))
             yield
 
     def _read(self, reader: Reader, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -199,15 +184,17 @@ class ScoreWatch:
             self._sums.pop(reader, None)
 
 
-class _ExpertCalls(TorchFunctionMode):
-    """Hands on input and output of a matrix product if its weight begins at a known address."""
+class ExpertCalls(TorchFunctionMode, Generic[Key]):
+    """Hands on input and output of one of `products` if its weight begins at a known address."""
 
-    def __init__(self, known: Mapping[int, Reader], seen: Callable[[Reader, Any, Any], None]):
+    def __init__(
+        self, known: Mapping[int, Key], seen: Callable[[Key, Any, Any], None], products: Collection[Any] = PRODUCTS
+    ) -> None:
         super().__init__()
-        self._known, self._seen = known, seen
+        self._known, self._seen, self._products = known, seen, products
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._known and func in _PRODUCTS and len(args) > 1 and (reader := self._known.get(args[1].data_ptr())):
+        if self._known and func in self._products and len(args) > 1 and (reader := self._known.get(args[1].data_ptr())):
             self._seen(reader, args[0], result)
         return result

@@ -40,7 +40,7 @@ def blame(module: str, value: str, broken: str = "") -> str:
     return why_nan(NotFinite(module, "forward", value, broken.removeprefix(f"{module}.")))
 
 
-def words_of(block: str, error: Exception) -> str:
+def why_modelopt_refused(block: str, error: Exception) -> str:
     """What ModelOpt says of a block in which all is finite; "" for an error of others."""
     if isinstance(cause := error.__cause__, AssertionError):
         words = (str(cause).strip().splitlines() or ["an assertion failed"])[0][:300]

@@ -1,4 +1,4 @@
-"""The model of a walk: the unquantized one and ModelOpt's copy, block by block."""
+"""The model of a walk and ModelOpt's copy, block by block."""
 
 from __future__ import annotations
 

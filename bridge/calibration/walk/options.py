@@ -12,12 +12,14 @@ from bridge.calibration.walk.budget import Room
 from bridge.calibration.walk.states import Spill
 
 
-class Watch(Protocol):
-    """Takes statistics of the unquantized model, without ModelOpt."""
+class Watch:
+    """Takes statistics of the unquantized model, without ModelOpt; this one takes none, so that blocks are only run.
 
-    @property
-    def modules(self) -> Collection[str]:
-        """The live modules that it watches; each runs once for a batch."""
+    `modules`: the live modules that it watches; each runs once for a batch.
+    """
+
+    def __init__(self, modules: Collection[str]) -> None:
+        self.modules = modules
 
     def prepare(self, model: Any) -> None:
         """Ready a model without weights."""
@@ -27,6 +29,7 @@ class Watch(Protocol):
 
     def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
         """Return a loop over the data, watched; its model holds some of the modules."""
+        return loop
 
 
 class Probe(Protocol):

@@ -245,9 +245,9 @@ class Partial:
         statistics = file_bytes(arrays)
         write_whole(self._statistics(len(self.blocks)), statistics)
         _write(self.directory / states, tensors, {"outputs": shapes}, release)
-        told: dict[str, Any] = {"states": states, "next": digest, "statistics": hashlib.sha256(statistics).hexdigest()}
-        told |= {"codes": places, "chosen": _codes_digest(codes.values())} if places else {}
-        self._work.mark(block.name, told)
+        entry: dict[str, Any] = {"states": states, "next": digest, "statistics": hashlib.sha256(statistics).hexdigest()}
+        entry |= {"codes": places, "chosen": _codes_digest(codes.values())} if places else {}
+        self._work.mark(block.name, entry)
         self.blocks.append(block.name)
         self._placed.append(places)
         self._states, self.next = states, digest

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from bridge.calibration.algorithms.codes import chosen_of, made_for
+from bridge.calibration.algorithms.codes import collect_codes, with_weights_digest
 from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import calibrate_root, of_modelopt, provenance_of, quiet
 from bridge.calibration.quantizers import QuantizerBinding
 from bridge.calibration.reference_outputs import Answers, held_out_of
 from bridge.calibration.statistics import KINDS, Statistics, collect, merge, settle_statistics
 from bridge.calibration.walk.blocks import Block
-from bridge.calibration.walk.diagnose import blame, broken_tensor, words_of
+from bridge.calibration.walk.diagnose import blame, broken_tensor, why_modelopt_refused
 from bridge.calibration.walk.forwards import REMEDY
 from bridge.calibration.walk.model import WalkModel
 from bridge.calibration.walk.options import Options, Watch
@@ -50,7 +50,7 @@ def calibrate_by_blocks(job: CalibrationJob, options: Options = Options()) -> Ca
     attention = model.attention.values()
     found = settle_statistics(walk.seen, model.bindings, attention, job.scheme, source.specs, job.needed)
     statistics, applied = found
-    provenance = made_for(provenance_of(job, model.plain.model), source, job.structure, statistics)
+    provenance = with_weights_digest(provenance_of(job, model.plain.model), source, job.structure, statistics)
     held_out = job.data.held_out
     held = held_out_of(held_out, streams.source_answers, streams.answers) if held_out else None
     return Calibration(provenance=provenance, **statistics, applied=tuple(applied), held_out=held)
@@ -159,7 +159,7 @@ class Walk:
 
     def _keep_codes(self, seen: Statistics, root: Any, bindings: Sequence[QuantizerBinding]) -> None:
         """Write the codes and scales that a block chose to a file, where they stay."""
-        chosen = chosen_of(root, bindings, self.model.origins)
+        chosen = collect_codes(root, bindings, self.model.origins)
         seen["weight_amax"] |= chosen["weight_amax"]
         self._journal.keep_codes(chosen, seen)
 
@@ -191,7 +191,7 @@ class Walk:
                 return model.why_refused(batch.inputs, own, block)
         experts = model.cuts[block].tensors() if block in model.cuts else ()
         broken = broken_tensor(model.inside(block), experts)
-        return blame(block.name, "NaN", broken) if broken else words_of(block.name, error)
+        return blame(block.name, "NaN", broken) if broken else why_modelopt_refused(block.name, error)
 
 
 def fold_weights(root: Any, bindings: Iterable[QuantizerBinding]) -> None:

@@ -44,7 +44,6 @@ class Streams:
         own = len(share_of(job.data.batches, job.workers))
         runs = len(model.schedule.streams) * own + len(self.held) + len(self.quantized)
         self._progress = WalkProgress(job.progress, {block: model.plain.size(block) for block in model.blocks}, runs)
-        self.skip = self._progress.skip
 
     def _batches(self, inputs: Iterable[Mapping[str, Any]], run: Callable[[Mapping[str, Any]], Any]) -> list[Batch]:
         """This process's share of some inputs, with their forwards."""
@@ -60,6 +59,10 @@ class Streams:
         self._shared |= self._model.shared_storages(batch.inputs for batch in self.all)
         for batch in self.all:
             self.go_on(batch)
+
+    def skip(self, finished: Iterable[Block]) -> None:
+        """Count blocks that an earlier run finished as done."""
+        self._progress.skip(finished)
 
     def close(self) -> None:
         """End the forwards that wait."""

@@ -95,7 +95,8 @@ def pruned(
     scores = check_choice(keep, drop_layers, importance, repair, order, sparse, sparse_method)
     source = open_source(model, config, tokenizer)
     if sparse is not None:
-        return made_sparse(source, sparse_method, data, samples, sequence, field, device, progress)
+        sampling = sampling_of(source, samples, sequence, field)
+        return made_sparse(source, sparse_method, data, sampling, device, progress)
     cut = plan_cut(source, keep, drop_layers)
     by_importance = order == "importance"
     if scores:
@@ -282,9 +283,7 @@ def made_sparse(
     source: Source,
     method: str,
     data: Any,
-    samples: int | None,
-    sequence: int | None,
-    field: str | None,
+    sampling: Sampling,
     device: str | None,
     progress: Progress | bool | None,
 ) -> PrunedSource:
@@ -294,7 +293,7 @@ def made_sparse(
         return cut.pruned({}, sparse=sparse)
     from bridge.calibration.importance.measure import measure_zeros, perplexity_of
 
-    prepared = data_of(source, data, sampling_of(source, samples, sequence, field))
+    prepared = data_of(source, data, sampling)
     made, before = measure_zeros(
         cut, structure_of(source), prepared, sparse, device=device, progress=callback_of(progress)
     )

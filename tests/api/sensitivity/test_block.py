@@ -94,7 +94,7 @@ def test_an_automatic_choice_within_little_memory_ranks_by_blocks(
     assert choose("auto:8.3bits:int8_wo,fp8", LITTLE) == first
     with pytest.raises(UsageError, match=r"to measure divergences; give a budget of bits or bytes"):
         choose("auto:kl=0.01:int8_wo,fp8", LITTLE)
-    monkeypatch.setattr("bridge.api.sensitivity.memory.free_memory", lambda _: LITTLE)
+    monkeypatch.setattr("bridge.api.sensitivity.job.free_memory", lambda _: LITTLE)
     with pytest.raises(UsageError, match=r"more than is free; give memory="):
         choose("auto:8.4bits:int8_wo,fp8", None)
 

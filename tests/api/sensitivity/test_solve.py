@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("scipy")
 
-from bridge.api.sensitivity.solve import Option, fewest_bytes, least_cost, total
+from bridge.api.sensitivity.choose import Option, fewest_bytes, least_cost, total
 
 BITS = (4, 6, 8, 16)
 

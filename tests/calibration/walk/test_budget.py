@@ -18,10 +18,9 @@ from bridge.calibration.algorithms.sizes import hessian_sizes, matrices_of  # no
 from bridge.calibration.calibrate import choose_strategy  # noqa: E402
 from bridge.calibration.data import DEFAULT, Sampling, prepare  # noqa: E402
 from bridge.calibration.job import CalibrationJob  # noqa: E402
-from bridge.calibration.requirements import model_in_memory, sampling_for, source_for  # noqa: E402
+from bridge.calibration.requirements import home_of, model_in_memory, sampling_for, source_for  # noqa: E402
 from bridge.calibration.walk.budget import calibration_need, default_tokens, stacked_bytes, streams_of, tokens_of  # noqa: E402
 from bridge.calibration.walk.run import Walk  # noqa: E402
-from bridge.calibration.walk.workers.device import home_of  # noqa: E402
 from bridge.core.errors import UsageError  # noqa: E402
 from bridge.core.values import Site, TensorSpec  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402

@@ -11,12 +11,12 @@ pytest.importorskip("modelopt.torch.quantization")
 
 from bridge.calibration.data import prepare  # noqa: E402
 from bridge.calibration.job import CalibrationJob  # noqa: E402
+from bridge.calibration.requirements import device_of  # noqa: E402
 from bridge.calibration.walk import offloaded  # noqa: E402
 from bridge.calibration.walk.budget import Room, calibration_need  # noqa: E402
 from bridge.calibration.walk.offloaded import Offloaded  # noqa: E402
 from bridge.calibration.walk.options import Options  # noqa: E402
 from bridge.calibration.walk.run import calibrate_by_blocks  # noqa: E402
-from bridge.calibration.walk.workers import device  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
@@ -119,8 +119,8 @@ def test_an_expanded_tensor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert device.device_of("cuda", 2) == "cuda:2"
+    assert device_of("cuda", 2) == "cuda:2"
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert [device.device_of(name, 0) for name in ("cuda", "cuda:1", "cpu", None)] == ["cuda:3", "cuda:1", "cpu", None]
+    assert [device_of(name, 0) for name in ("cuda", "cuda:1", "cpu", None)] == ["cuda:3", "cuda:1", "cpu", None]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # Ray shows each process one
-    assert device.device_of("cuda", 2) == "cuda:0"
+    assert device_of("cuda", 2) == "cuda:0"

@@ -67,10 +67,10 @@ def joined(workers: int | None = None) -> Iterator[Workers | None]:
     try:
         with warnings.catch_warnings():
             if rank:
-                warnings.simplefilter("ignore", BridgeWarning)  # rank 0 tells it
+                warnings.simplefilter("ignore", BridgeWarning)  # rank 0 prints it
             yield group
     except Exception as error:
-        group.tell(error)
+        group.raise_everywhere(error)
     finally:
         group.close()
 
@@ -168,7 +168,7 @@ class Workers:
             if "error" in theirs:
                 # work that the failed process can continue is kept here, too
                 why = TimeoutError() if theirs["error"]["kept"] else None
-                raise _Told(self._error_of(rank, theirs["error"])) from why
+                raise _Elsewhere(self._error_of(rank, theirs["error"])) from why
         return [theirs["value"] for theirs in messages]
 
     def exchange(self, tensors: Tensors) -> Iterator[dict[str, torch.Tensor]]:
@@ -196,14 +196,14 @@ class Workers:
         """Return the directory of this process for one that all were given, on one machine perhaps."""
         return directory.with_name(f"{directory.name}.{self.rank}") if self.rank else directory
 
-    def tell(self, error: Exception) -> NoReturn:
-        """Raise an error after the others were told, or what another told: that of the first, everywhere."""
-        if isinstance(error, _Told):
+    def raise_everywhere(self, error: Exception) -> NoReturn:
+        """Send an error to all processes, and raise the same one in each: that of the lowest rank."""
+        if isinstance(error, _Elsewhere):
             raise error.error from None
-        told = {"kind": type(error).__name__, "text": str(error), "notes": notes_of(error), "kept": can_go_on(error)}
+        message = {"kind": type(error).__name__, "text": str(error), "notes": notes_of(error), "kept": can_go_on(error)}
         messages: list[Any] = []
         with suppress(CalibrationError):  # another is gone, and cannot print it
-            messages = self._meet({"error": told})
+            messages = self._meet({"error": message})
         rank = next((rank for rank, theirs in enumerate(messages) if "error" in theirs), self.rank)
         if rank != self.rank:
             raise self._error_of(rank, messages[rank]["error"]) from error
@@ -226,13 +226,13 @@ class Workers:
         parts = zip(self._gather(padded), sizes, strict=True)
         return [json.loads(part[:size].numpy().tobytes()) for part, size in parts]
 
-    def _error_of(self, rank: int, told: Mapping[str, Any]) -> BridgeError:
-        kind = getattr(errors, str(told["kind"]), None)
+    def _error_of(self, rank: int, message: Mapping[str, Any]) -> BridgeError:
+        kind = getattr(errors, str(message["kind"]), None)
         if isinstance(kind, type) and issubclass(kind, BridgeError):
-            error = kind(told["text"])
+            error = kind(message["text"])
         else:
-            error = CalibrationError(f"unexpected {told['kind']}: {told['text']}")
-        for note in [*told["notes"], f"in worker {rank} of {self.size}"]:
+            error = CalibrationError(f"unexpected {message['kind']}: {message['text']}")
+        for note in [*message["notes"], f"in worker {rank} of {self.size}"]:
             error.add_note(note)
         error.reported_elsewhere = self.rank != 0
         return error
@@ -263,7 +263,7 @@ class Workers:
             ) from TimeoutError(str(error))  # what is done is kept, as when a server does not answer
 
 
-class _Told(Exception):
+class _Elsewhere(Exception):
     """Carries the error of another process out of a meeting."""
 
     def __init__(self, error: BridgeError) -> None:

@@ -15,7 +15,7 @@ from torch import nn  # noqa: E402
 from torch.nn.utils.parametrizations import weight_norm  # noqa: E402
 
 from bridge.calibration.quantizers import (  # noqa: E402
-    kept_from_modelopt,
+    hidden_from_modelopt,
     known_formats,
     registering,
 )
@@ -42,7 +42,7 @@ def bindings(*modules: str) -> Any:
 def test_computed_weights_and_experts_of_dbrx_are_out_of_sight() -> None:
     root = model()
     before = {name for name, _ in root.named_modules()}
-    with kept_from_modelopt(root, bindings("plain")):
+    with hidden_from_modelopt(root, bindings("plain")):
         inside = {name for name, _ in root.named_modules()}
         assert root["ffn"].experts.in_features == 3  # attributes can be read
     assert inside == {"", "conv", "ffn", "plain"}
@@ -51,13 +51,13 @@ def test_computed_weights_and_experts_of_dbrx_are_out_of_sight() -> None:
 
 def test_a_module_that_holds_a_site_stays() -> None:
     root = model()
-    with kept_from_modelopt(root, bindings("ffn.experts")):
+    with hidden_from_modelopt(root, bindings("ffn.experts")):
         assert "ffn.experts" in dict(root.named_modules())
 
 
 def test_modules_are_back_after_an_error() -> None:
     root = model()
-    with pytest.raises(KeyError), kept_from_modelopt(root, ()):
+    with pytest.raises(KeyError), hidden_from_modelopt(root, ()):
         raise KeyError
     assert "conv.parametrizations" in dict(root.named_modules())
 

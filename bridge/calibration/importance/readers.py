@@ -1,4 +1,4 @@
-"""Where a live model shows what matters to a dim."""
+"""Find the matrices and norms of a model that score its dims."""
 
 from __future__ import annotations
 
