@@ -214,12 +214,12 @@ def _run(request: Request, options: RunOptions) -> Report:
                 (work.directory / RECIPE).write_text(prepared.recipe, encoding="utf-8")
         proof = None
         if request.verify:
-            from bridge.verification.verify import prove
+            from bridge.verification.verify import OutputCheck, prove
 
             with clock.stage("verify"):
                 proof = prove(
-                    work.directory, manifest, resolved.source, calibration, prepared.data, request.progress,
-                    run=prepared.runs, memory=resolved.memory,
+                    work.directory, manifest, resolved.source, calibration, request.progress,
+                    OutputCheck(prepared.data, prepared.runs), memory=resolved.memory,
                 )  # fmt: skip
         where = outgoing.where if outgoing else resolved.out
         report = make_report(where, work.directory, manifest, resolved.source, calibration, proof, clock.seconds)

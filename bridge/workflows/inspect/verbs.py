@@ -27,7 +27,7 @@ from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
-from bridge.reporting.inspection import link_inspection
+from bridge.reporting.make import link_inspection
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import pruned_again
 from bridge.sources.source import Source
