@@ -89,11 +89,11 @@ def _compare_rows(
         sums = comparer.rows(bits, stored, factor)
         if step.format.compensated and not scales.copies(step):
             if chosen is None:
-                total += _proved(sums, None)
+                total += _with_chosen_codes(sums, None)
                 continue
             taken, whole = chosen.rows(first, stop), scales.above(step)
             value = _chosen_values(bits, rows.spec.dtype, taken, numeric[0], "out_in", whole)
-            sums = _proved(sums, of_chosen.rows(value, stored, factor))
+            sums = _with_chosen_codes(sums, of_chosen.rows(value, stored, factor))
         total += sums
     return total
 
@@ -125,10 +125,10 @@ def _compare_whole(
         return sums
     chosen = scales.chosen(step, source)
     if chosen is None:
-        return _proved(sums, None)
+        return _with_chosen_codes(sums, None)
     own, numeric = chosen.whole(), step.format.weight[0]
     value = _chosen_values(bits, rows.spec.dtype, own, numeric, layout, scales.above(step))
-    return _proved(sums, sums_of(value, "float32"))
+    return _with_chosen_codes(sums, sums_of(value, "float32"))
 
 
 def _chosen_values(bits: Array, dtype: str, chosen: Chosen, numeric: Numeric, layout: str, above: float) -> Array:
@@ -148,7 +148,7 @@ def _chosen_values(bits: Array, dtype: str, chosen: Chosen, numeric: Numeric, la
     return transposed(found) if layout == "in_out" else found
 
 
-def _proved(of_source: ErrorSums, of_chosen: ErrorSums | None) -> ErrorSums:
+def _with_chosen_codes(of_source: ErrorSums, of_chosen: ErrorSums | None) -> ErrorSums:
     """Return the errors against the source, with the codes that are not those that were chosen.
 
     None: no calibration says which were.
