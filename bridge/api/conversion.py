@@ -206,12 +206,12 @@ def _write(
                 (work.directory / RECIPE).write_text(decisions.recipe, encoding="utf-8")
         proof = None
         if request.verify:
-            from bridge.verification.verify import prove
+            from bridge.verification.verify import OutputCheck, prove
 
             with clock.stage("verify"):
                 proof = prove(
-                    work.directory, manifest, resolved.source, calibration, decisions.data, request.progress,
-                    run=decisions.run_output, memory=resolved.memory,
+                    work.directory, manifest, resolved.source, calibration, request.progress,
+                    OutputCheck(decisions.data, decisions.run_output), memory=resolved.memory,
                 )  # fmt: skip
         where = outgoing.where if outgoing else resolved.out
         report = make_report(where, work.directory, manifest, resolved.source, calibration, proof, clock.seconds)

@@ -236,7 +236,7 @@ def verify(
     from bridge.reporting.make import make_report
     from bridge.sources.adapted.opening import mode_of
     from bridge.sources.pruned.opening import pruned_again
-    from bridge.verification.verify import prove
+    from bridge.verification.verify import OutputCheck, prove
 
     clock, directory = conversion.Clock(), written_at(out)
     opened = open_source(against, tokenizer=tokenizer, base=base, adapter=mode_of(against, directory))
@@ -249,7 +249,9 @@ def verify(
     with clock.stage("verify"):
         prepare = data_to_compare if data is None else data_of
         prepared = None if calibration and calibration.held_out else prepare(source, data)
-        proof = prove(directory, manifest, source, calibration, prepared, callback_of(progress), ask_again=True)
+        proof = prove(
+            directory, manifest, source, calibration, callback_of(progress), OutputCheck(prepared, rerun=True)
+        )
     return make_report(directory, directory, manifest, source, calibration, proof, clock.seconds)
 
 

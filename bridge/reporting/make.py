@@ -1,19 +1,27 @@
-"""Make the report of a finished conversion, and save it."""
+"""Make the report of a finished conversion, save it, and link an inspection from it."""
 
 from __future__ import annotations
 
+import json
+import os
 import resource
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
+from bridge.core.errors import warn
+from bridge.core.output.temporary import write_whole
 from bridge.core.version import versions
+from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
+from bridge.quant.schemes.catalog import scheme_names
 from bridge.reporting import summary
-from bridge.reporting.inspection import inspect_command
 from bridge.reporting.loading import loadings
 from bridge.reporting.model_card import add_section
 from bridge.reporting.page import render
-from bridge.reporting.report import Report
+from bridge.reporting.report import Report, report_from_dict
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest
@@ -21,6 +29,8 @@ from bridge.verification.parity import Parity
 
 if TYPE_CHECKING:
     from bridge.verification.verify import Proof
+
+INSPECTION_PAGE = "inspect.html"
 
 
 def make_report(
@@ -51,7 +61,7 @@ def make_report(
         findings=proof.findings if proof else (),
         notes=(*plan.notes, *manifest.written.notes),
         versions=versions(),
-        made_from=summary.made_from(plan, source, calibration),
+        made_from=summary.provenance(plan, source, calibration),
         counts=(summary.accounted(plan),),
         storage=summary.storage(plan),
         dtypes=summary.dtypes(plan),
@@ -71,3 +81,33 @@ def save(report: Report, directory: Path) -> None:
     (directory / "report.json").write_text(report.to_json() + "\n")
     (directory / "report.html").write_text(render(report), encoding="utf-8")
     add_section(directory, report)
+
+
+def inspect_command(plan: Plan, source: Source) -> str:
+    """The command for an output at `{out}`, in Python if the source is a live model; "" if nothing was quantized.
+
+    Modules of target hf are compared with those of the source; of other targets the source is inspected under the
+    scheme, if that has a name.
+    """
+    if not plan.quantized or (plan.target != "hf" and plan.scheme not in scheme_names()):
+        return ""
+    if not Path(source.where).exists():
+        how = 'against="{out}"' if plan.target == "hf" else f'quant="{plan.scheme}"'
+        return f'bridge.inspect(model, {how}, out="{{out}}.inspect")'
+    how = "--against {out}" if plan.target == "hf" else f"--quant {plan.scheme}"
+    return f"qbridge inspect {shlex.quote(source.where)} {how} --out {{out}}.inspect"
+
+
+def link_inspection(directory: Path, inspected: Path) -> None:
+    """Write the report of an output again, with a link to the page in `inspected`; a warning says if it cannot be."""
+    data = directory / "report.json"
+    if not data.is_file():
+        return
+    try:
+        found = report_from_dict(json.loads(data.read_text(encoding="utf-8")))
+        to = quote(Path(os.path.relpath(inspected / INSPECTION_PAGE, directory)).as_posix())
+        report = replace(found, inspected=to)
+        write_whole(data, f"{report.to_json()}\n".encode())
+        write_whole(directory / "report.html", render(report).encode())
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        warn(f"{directory}: its report does not link {inspected / INSPECTION_PAGE}: {error}")

@@ -13,10 +13,10 @@ from typing import Any
 from bridge.core.addresses import is_remote
 from bridge.core.text import fold_layers, size
 from bridge.reporting.loading import LOADING, loading_rows
-from bridge.reporting.plots import Plot, experts_plot, measured, parity_plots, scales_plot, storage_plot
+from bridge.reporting.plots import Plot, experts_plot, measured, parity_plots, scales_plot, storage_plot, training_plot
 from bridge.reporting.report import Report, count_rows, outputs_title, verdict
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows, worst
-from bridge.reporting.training import training_plot, training_rows, training_words
+from bridge.sources.live_models.distillation import Distillation
 from bridge.targets import load_target
 
 MAX_WORST = 5  # layers that the page names first
@@ -233,12 +233,24 @@ def _storage(report: Report) -> Section:
 
 def _training(report: Report) -> Section:
     """What a distillation did; empty without one."""
-    title, told = "Training", report.distillation
-    if told is None:
+    title, done = "Training", report.distillation
+    if done is None:
         return Section("training", title)
-    plot = training_plot(told)
-    table = Table("On text held out", ("steps", "KL to the teacher", "perplexity"), training_rows(told), (0, 1, 2))
-    return Section("training", title, training_words(told), [plot] if plot else [], _shown(table))
+    plot = training_plot(done)
+    rows = [(f"{step:,}", f"{kl:.4g}", f"{perplexity:.2f}") for step, kl, perplexity in done.held_out]
+    table = Table("On text held out", ("steps", "KL to the teacher", "perplexity"), rows, (0, 1, 2))
+    return Section("training", title, _training_words(done), [plot] if plot else [], _shown(table))
+
+
+def _training_words(done: Distillation) -> list[str]:
+    """Sentences on what the plot does not show."""
+    through = f" through the codes of {done.scheme}" if done.scheme else ""
+    cache = f" Its stored answers take {done.cache_bytes:,} bytes." if done.cache_bytes else ""
+    return [
+        f"{done.steps:,} steps of {done.tokens // max(done.steps, 1):,} tokens{through}, taught by {done.teacher} "
+        f"(perplexity {done.teacher_perplexity:.2f}), which ran {done.teacher_share:.0%} of {done.seconds:.0f} s."
+        f"{cache}"
+    ]
 
 
 def _scales(report: Report) -> Section:

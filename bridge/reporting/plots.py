@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from bridge.core.text import grouped, layer_of, pattern, size
 from bridge.reporting.report import Coverage, Storage
 from bridge.reporting.rows import worst
+from bridge.sources.live_models.distillation import Distillation
 from bridge.verification.parity import Parity, ScaleRange, TensorParity
 
 WIDTH, HEIGHT = 900, 260
@@ -21,6 +22,7 @@ LEFT, TOP, BOTTOM = 64, 14, 44
 LABEL = 330  # width of a name before its bar: 52 characters
 MAX_NAME = 52  # characters
 ROW, BAR = 22, 12
+DOT = 5  # width of a mark of a step
 RIDGE = 40  # height of one histogram
 MAX_MARKS = 1500  # of one plot; above, only the worst tensor of each layer is drawn
 MAX_ROWS = 40  # of one plot
@@ -350,3 +352,42 @@ def _rows_of_bars(
 def short(name: str) -> str:
     """A name, or the end of it if it is too long."""
     return name if len(name) <= MAX_NAME else f"…{name[1 - MAX_NAME :]}"
+
+
+def training_plot(distillation: Distillation) -> Plot | None:
+    """Training losses and held-out KL by step, on a logarithmic scale; None without a loss above zero."""
+    losses = [(step, loss) for step, loss in distillation.losses if loss > 0]
+    every = max(1, -(-len(losses) // MAX_MARKS))
+    shown, held_out = losses[::every], [(step, kl) for step, kl, _ in distillation.held_out if kl > 0]
+    values = [math.log10(value) for _, value in (*shown, *held_out)]
+    if not values:
+        return None
+    axis = Axis.over(values)
+    bottom = HEIGHT - BOTTOM
+
+    def x(step: int) -> float:
+        return LEFT + (WIDTH - LEFT - 12) * step / max(distillation.steps, 1)
+
+    def dots(rows: Iterable[tuple[int, float]], kind: str, what: str) -> list[Mark]:
+        return [
+            Mark(x(step) - DOT / 2, y - DOT / 2, DOT, DOT, f"step {step}: {what} {value:.4g}", kind, DOT)
+            for step, value in rows
+            for y in [axis.y(math.log10(value))]
+        ]
+
+    words = [Word(LEFT - 8, axis.y(tick) + 4, f"{10**tick:.2g}") for tick in axis.ticks()]
+    words += [Word(x(step), bottom + 18, f"{step:,}", "middle") for step in _step_ticks(distillation.steps)]
+    first, last = (f"{rows[at][1]:.4g}" for rows, at in ((losses or held_out, 0), (losses or held_out, -1)))
+    return Plot(
+        "Loss by step",
+        f"The training loss goes from {first} to {last} in {distillation.steps:,} steps; the scale is logarithmic.",
+        HEIGHT,
+        axis.lines(),
+        words,
+        [*dots(shown, "was", "loss"), *dots(held_out, "ok", "KL on text held out")],
+        key=(("was", "loss of a step, with that of hidden states"), ("ok", "KL to the teacher on text held out")),
+    )
+
+
+def _step_ticks(steps: int) -> list[int]:
+    return sorted({round(steps * part / 4) for part in range(5)})

@@ -142,7 +142,7 @@ def _damage(plan: Plan, parity: Parity) -> dict[str, float]:
     return {matrix: 10 ** (-decibels / 20) for matrix, decibels in rows if matrix and decibels != -math.inf}
 
 
-def made_from(plan: Plan, source: Source, calibration: Calibration | None) -> dict[str, str]:
+def provenance(plan: Plan, source: Source, calibration: Calibration | None) -> dict[str, str]:
     """The provenance of the output: source, arguments, calibration."""
     kv = sorted({step.kv.dtype for step in plan.steps if step.kv})
     arguments = [("target", plan.target), ("quant", plan.scheme), *(("kv", name) for name in kv), *plan.options.items()]

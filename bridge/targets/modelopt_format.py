@@ -8,8 +8,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+from bridge.core.mappings import mappings, read_table
 from bridge.core.values import Format, Numeric
 from bridge.planning.plan import Plan
 from bridge.quant.describe import numeric_words
@@ -35,6 +37,12 @@ ALGORITHMS: dict[tuple[str, str], tuple[str, bool]] = {
 }  # fmt: skip
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
+
+
+@cache
+def class_prefixes(key: str) -> tuple[str, ...]:
+    """How the classes begin that a row of `mappings/exports.toml` is about."""
+    return read_table(mappings() / "exports.toml").words(key)
 
 
 def excluded(plan: Plan) -> list[str]:

@@ -6,24 +6,26 @@ Only the plan is known of the conversion. Weights are compared in pieces of rows
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import to_float32
+from bridge.core.values import Numeric
 from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Step
-from bridge.quant.codec.arrays import Array, cast, smooth, transposed
+from bridge.quant.codec.arrays import Array, amax, cast, matrix, smooth, transposed
 from bridge.quant.codec.blocks import grid, packing
+from bridge.quant.codec.decode import values
+from bridge.quant.codec.encode import CalibratedCodes
 from bridge.quant.smoothing import Smoothing, multiplied
 from bridge.sources.source import Source, lazy
 from bridge.streaming.experts import PARTS, expert
 from bridge.streaming.rows import Rows, join
 from bridge.streaming.written import OutputReader
-from bridge.verification.chosen import chosen_values, proved
 from bridge.verification.expected import ExpectedScales
-from bridge.verification.weight_error import Comparer, ErrorSums, compare
+from bridge.verification.weight_error import Comparer, ErrorSums, StoredCodes, Tolerance, compare
 
 ROUNDINGS = 4  # the weight is smoothed, then again by the group's mean; the mean and its stored value are rounded
 
@@ -61,14 +63,11 @@ def _compare_rows(
     blocks = grid(numeric[0], (rows.rows, rows.cols), "out_in", step.source)
     packed = packing(numeric[0], "out_in", False, step.coding)
     smoother = _smoother(step, rows.spec.dtype, source, output, scales)
-    beyond = step.format.clipped or step.format.rescaled
+    tolerance = Tolerance(smoother.roundings, step.format.clipped or step.format.rescaled)
     second, chosen = output.read(above) if above else None, scales.chosen(step, source)
-
-    def comparer_of(dtype: str) -> Comparer:
-        kinds = (numeric, dtype, blocks, packed, step.coding, second)
-        return Comparer(*kinds, roundings=smoother.roundings, beyond=beyond, take=buffers.take)
-
-    comparer, of_chosen = comparer_of(rows.spec.dtype), comparer_of("float32")
+    kind = StoredCodes(numeric, blocks, packed, step.coding, second)
+    comparer = Comparer(kind, rows.spec.dtype, tolerance, take=buffers.take)
+    of_chosen = Comparer(kind, "float32", tolerance, take=buffers.take)
     down, codes, scale = blocks.down if blocks.down < blocks.rows else 0, outputs["weight"], outputs.get("scale")
     every = np.empty(0, np.uint8) if scale is None else None if down else output.read(scale)  # none beside the codes
     total = ErrorSums()
@@ -90,11 +89,11 @@ def _compare_rows(
         sums = comparer.rows(bits, stored, factor)
         if step.format.compensated and not scales.copies(step):
             if chosen is None:
-                total += proved(sums, None)
+                total += _with_chosen_codes(sums, None)
                 continue
             taken, whole = chosen.rows(first, stop), scales.above(step)
-            value = chosen_values(bits, rows.spec.dtype, taken, numeric[0], "out_in", whole)
-            sums = proved(sums, of_chosen.rows(value, stored, factor))
+            value = _chosen_values(bits, rows.spec.dtype, taken, numeric[0], "out_in", whole)
+            sums = _with_chosen_codes(sums, of_chosen.rows(value, stored, factor))
         total += sums
     return total
 
@@ -112,30 +111,51 @@ def _compare_whole(
     block = step.format.weight[0].block
     if len(block) == 2:  # written once per `out`, see `streaming.encode.encode_whole`
         arrays["scale"] = arrays["scale"][:, :: block[0]]
-    weights, beyond = step.format.weight, step.format.clipped or step.format.rescaled
+    weights = step.format.weight
+    tolerance = Tolerance(smoother.roundings, step.format.clipped or step.format.rescaled)
 
     def sums_of(weight: Array, dtype: str) -> ErrorSums:
         return compare(
-            weight,
-            dtype,
-            arrays,
-            weights,
-            layout=layout,
-            transpose=step.transpose,
-            coding=step.coding,
-            roundings=smoother.roundings,
-            beyond=beyond,
-        )
+            weight, dtype, arrays, weights,
+            layout=layout, transpose=step.transpose, coding=step.coding, tolerance=tolerance,
+        )  # fmt: skip
 
     sums = sums_of(bits, rows.spec.dtype)
     if not step.format.compensated or scales.copies(step):
         return sums
     chosen = scales.chosen(step, source)
     if chosen is None:
-        return proved(sums, None)
+        return _with_chosen_codes(sums, None)
     own, numeric = chosen.whole(), step.format.weight[0]
-    value = chosen_values(bits, rows.spec.dtype, own, numeric, layout, scales.above(step))
-    return proved(sums, sums_of(value, "float32"))
+    value = _chosen_values(bits, rows.spec.dtype, own, numeric, layout, scales.above(step))
+    return _with_chosen_codes(sums, sums_of(value, "float32"))
+
+
+def _chosen_values(
+    bits: Array, dtype: str, chosen: CalibratedCodes, numeric: Numeric, layout: str, above: float
+) -> Array:
+    """Return the float32 values of chosen codes under the scales that were chosen, or that a weight's maxima give.
+
+    bits: some rows of the weight, or all of it; codes have the same axes.  above: the scale above chosen scales.
+    """
+    assert chosen.codes is not None
+    flat, own, block = matrix(bits), np.ascontiguousarray(chosen.codes), numeric.block[0]
+    if layout == "in_out":
+        flat, own = transposed(flat), transposed(own)
+    if chosen.scales is None:
+        scale = amax(flat, dtype, 1, block) / np.float32(numeric.maxbound)
+    else:
+        scale = values(np.ascontiguousarray(chosen.scales), numeric.scale_dtype) * np.float32(above)
+    found = values(own, numeric.dtype, scale, 1, block)
+    return transposed(found) if layout == "in_out" else found
+
+
+def _with_chosen_codes(of_source: ErrorSums, of_chosen: ErrorSums | None) -> ErrorSums:
+    """Return the errors against the source, with the codes that are not those that were chosen.
+
+    None: no calibration says which were.
+    """
+    return replace(of_source, not_nearest=of_chosen.not_nearest if of_chosen else 0)
 
 
 def _compare_experts(step: Step, source: Source, output: OutputReader, buffers: Buffers) -> ErrorSums:

@@ -40,7 +40,7 @@ def float_error(plan: Plan) -> float:
     return FLOAT_ERROR + 4 * max(rounded, default=0.0)
 
 
-def apart(plan: Plan) -> float:
+def error_factor(plan: Plan) -> float:
     """How far a written model may lie from ModelOpt's fake-quantized one, as a multiple of the latter's own error.
 
     Once; or, if codes are rounded under other scales than ModelOpt's, the length of two independent errors of its size.

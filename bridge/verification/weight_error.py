@@ -93,34 +93,55 @@ class ErrorSums:
         return 10 * math.log10(self.source / self.error) if self.source else -math.inf
 
 
+@dataclass(frozen=True)
+class StoredCodes:
+    """How the codes of one weight [out, in] are stored. `packed`: see `blocks.packing`. `above`: the second scale."""
+
+    numeric: tuple[Numeric, ...]
+    blocks: Grid
+    packed: str
+    coding: Encoding
+    above: Array | None
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What codes may differ by from the nearest ones.
+
+    `roundings`: how often values were rounded to the weight's dtype since they were read, beyond those of the coding.
+    `beyond`: whether scales may be so small that values lie beyond the last code, which then is the nearest.
+    """
+
+    roundings: float = 0
+    beyond: bool = False
+
+
+EXACT = Tolerance()
+
+
 class Comparer:
     """Compares the stored rows of one weight [out, in] with its source rows, piece by piece."""
 
     def __init__(
         self,
-        numeric: tuple[Numeric, ...],
+        stored: StoredCodes,
         dtype: str,
-        blocks: Grid,
-        packed: str,
-        coding: Encoding,
-        above: Array | None,
+        tolerance: Tolerance = EXACT,
         *,
-        roundings: float = 0,
-        beyond: bool = False,
         largest: bool = False,
         take: Callable[[str, tuple[int, ...], Any], Array] = lambda _, shape, kind: np.empty(shape, kind),
     ) -> None:
-        """packed: see `blocks.packing`.  above: the second scale.
+        """Prepare for rows of `dtype`.
 
-        roundings: how often values were rounded to `dtype` since they were read, beyond those of the coding.
-        beyond: whether scales may be so small that values lie beyond the last code, which then is the nearest.
         largest: whether the largest error of one value is looked for.
         take: returns memory by purpose, as `bridge.core.aligned_buffers.Buffers.take` does.
         """
+        numeric, blocks, packed = stored.numeric, stored.blocks, stored.packed
+        coding, above, roundings = stored.coding, stored.above, tolerance.roundings
         first, wide = numeric[0], coding.cast or dtype
         self._dtype, self._first, self._coding, self._above = dtype, first, coding, above
         self._blocks, self._take = blocks, take
-        self._beyond, self._columns = beyond or bool(first.search), 6 if largest else 5
+        self._beyond, self._columns = tolerance.beyond or bool(first.search), 6 if largest else 5
         self._counted = False  # the scales that cover all rows come with every piece
         in_row = COLUMNS if packed and first.dtype in FOUR_BITS else BYTES
         self._how = int(ROWS if packed == "out" else in_row)
@@ -256,8 +277,7 @@ def compare(
     layout: str = "out_in",
     transpose: bool = False,
     coding: Encoding = PLAIN,
-    roundings: float = 0,
-    beyond: bool = False,
+    tolerance: Tolerance = EXACT,
 ) -> ErrorSums:
     """Return the error sums of `encode`'s arrays against the weight they were made from.
 
@@ -279,8 +299,8 @@ def compare(
         scale = np.ascontiguousarray(scale.reshape(blocks.shape[::-1]).T)
     halves, down = 2 if packed == "out" else 1, blocks.down if blocks.down < blocks.rows else 0
     codes, scale = codes.reshape(blocks.rows // halves, -1), scale.reshape(blocks.shape)
-    above = arrays.get("scale_2")
-    comparer = Comparer(numeric, dtype, blocks, packed, coding, above, roundings=roundings, beyond=beyond)
+    stored = StoredCodes(numeric, blocks, packed, coding, arrays.get("scale_2"))
+    comparer = Comparer(stored, dtype, tolerance)
     total = ErrorSums()
     for part in _bits.chunks(blocks.rows, blocks.cols, math.lcm(8, down or 1)):
         chunk = _bits.transposed(flat[:, part]) if across else flat[part]

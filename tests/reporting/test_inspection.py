@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import bridge
 from bridge.core.errors import BridgeWarning
-from bridge.reporting.inspection import link_inspection
+from bridge.reporting.make import link_inspection
 from bridge.reporting.page import page_of
 from bridge.sources.opening import open_source
 

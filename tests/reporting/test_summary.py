@@ -220,6 +220,6 @@ def test_the_provenance_names_source_arguments_and_calibration(written: tuple[Pa
     assert "target=hf, quant=nvfp4_wo, format=modelopt" in made["arguments"]
     assert "calibration" not in made
     plan, prov = bridge.plan(TINY, "trt", "fp8", kv="fp8"), Provenance("fp8", "", "A", "", "float32", "d1", 8, 64)
-    said = facts.made_from(plan, made_llama(), Calibration(prov))
+    said = facts.provenance(plan, made_llama(), Calibration(prov))
     assert "kv=float8_e4m3fn" in said["arguments"]
     assert said["calibration"] == "scheme fp8, 8 sequences of 64 tokens, float32" and said["calibration data"] == "d1"

@@ -13,7 +13,7 @@ import pytest
 from bridge.quant.calibration import HeldOut
 from bridge.quant.schemes.grammar import Gate
 from bridge.quant.schemes.load import load_scheme
-from bridge.verification.outputs import apart, output_parity
+from bridge.verification.outputs import error_factor, output_parity
 
 
 class Answering:
@@ -55,4 +55,4 @@ def test_mean_pre_scales_are_other_scales_than_those_of_modelopts_model(
         unified=("a",) * together,
         coding=SimpleNamespace(bound=""),
     )
-    assert apart(cast(Any, SimpleNamespace(quantized=(step,)))) == errors
+    assert error_factor(cast(Any, SimpleNamespace(quantized=(step,)))) == errors

@@ -1,4 +1,4 @@
-"""The steps of a distributed checkpoint, with layers apart or stacked."""
+"""The steps of a distributed checkpoint, layer by layer or with layers stacked."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Drafting(DialectDrafting):
         others = reversed(self.dialect.rows)  # of two with the same roles, the first is written
         instead = {row.roles: row for row in others if not row.written and row.only in self.also}
         rows = [(instead.get(row.roles, row), layer) for row, layer in self._rows(head=not tied)]
-        stacked = self.stacks and alike(rows, self._layers)
+        stacked = self.stacks and are_uniform(rows, self._layers)
         for row, layer in rows:
             self._add(row, layer, stacked)
         self._refuse_absent({role for row, _ in rows for role in row.roles})
         texts = deviations(self.draft.config, self.matched.table, self.matched.architecture)
         self._drafted.problems += [("", text) for text in texts]
         if stacked:
-            self._drafted.problems += _unlike(self._drafted.steps)
+            self._drafted.problems += _mixed_dtypes(self._drafted.steps)
         return self._drafted
 
     def _add(self, row: DialectRow, layer: int | None, stacked: bool) -> None:
@@ -91,7 +91,7 @@ class Drafting(DialectDrafting):
                     self._drafted.problems.append((block.source, self.dialect.absent[role]))
 
 
-def alike(rows: Iterable[tuple[DialectRow, int | None]], layers: int) -> bool:
+def are_uniform(rows: Iterable[tuple[DialectRow, int | None]], layers: int) -> bool:
     """True if every layer has the same rows."""
     names: dict[int, list[str]] = {}
     for row, layer in rows:
@@ -100,7 +100,7 @@ def alike(rows: Iterable[tuple[DialectRow, int | None]], layers: int) -> bool:
     return len(names) == layers and all(layer_names == names[0] for layer_names in names.values())
 
 
-def _unlike(steps: Iterable[Step]) -> list[tuple[str, str]]:
+def _mixed_dtypes(steps: Iterable[Step]) -> list[tuple[str, str]]:
     """Problems of layers that are one tensor but differ in dtype."""
     layer_dtypes: dict[str, set[str]] = {}
     for step in steps:

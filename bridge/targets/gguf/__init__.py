@@ -150,9 +150,9 @@ class Gguf(StreamedTarget):
         return NO_TOKENS if metadata.get("tokenizer.ggml.model") == "no_vocab" else ""
 
     def generator(self, directory: Path) -> Generator:
-        from bridge.targets.gguf.generator import Generator as LlamaCppGenerator
+        from bridge.targets.gguf import runtime
 
-        return LlamaCppGenerator(directory / "model.gguf")
+        return runtime.Generator(directory / "model.gguf")
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         return write_checkpoint(context, directory, {})

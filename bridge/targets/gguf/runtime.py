@@ -1,9 +1,10 @@
-"""Run a GGUF file in llama.cpp, as the wheel `xllamacpp` has it."""
+"""Run a GGUF file in llama.cpp, as the wheel `xllamacpp` has it, and generate tokens with it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from bridge.core.errors import CannotRun
 from bridge.core.formats.gguf import GgufFile
+from bridge.targets.generation import Settings, from_thread
 from bridge.targets.gguf.tokenizer import NO_TOKENS
 from bridge.targets.target import LOG_PROBABILITIES
 
@@ -106,3 +108,20 @@ class Runtime:
             ids = [int(token) for token in sequence]
             rows.append([self._engine.log_probabilities(ids[: at + 1], self._vocab) for at in range(len(ids))])
         return {self.outputs[0]: np.array(rows, np.float32)}
+
+
+class Generator:
+    """See `bridge.targets.generation.Generator`."""
+
+    def __init__(self, path: Path) -> None:
+        self._engine = LlamaCpp(path)
+        self.runs = f"the file itself in llama.cpp (xllamacpp {version('xllamacpp')})"
+
+    def generate(self, ids: Sequence[int], settings: Settings) -> Iterator[int]:
+        def work(hand: Callable[[int], bool]) -> None:
+            self._engine.generate(list(ids), settings.tokens, settings.temperature, settings.seed, hand)
+
+        for token in from_thread(work):
+            yield token
+            if token in settings.stop:
+                return

@@ -12,7 +12,7 @@ from bridge.core.output.names import GENERATION
 from bridge.core.text import described
 from bridge.sources.configs.tokenizer_files import TOKENIZER_CONFIG, token_ids
 from bridge.targets.gguf.llama_cpp import token_rows
-from bridge.targets.gguf.tokenizer_file import ANEW, DEFAULT, JSON, Files, Part, Reading, TokenizerFile
+from bridge.targets.gguf.tokenizer_file import DEFAULT, JSON, SAVE_AGAIN, Files, Part, Reading, TokenizerFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
@@ -47,55 +47,55 @@ def describe(files: Files, vocab: int, config: Mapping[str, Any]) -> Description
     """Describe the tokenizer of a model with `vocab` rows in its embedding, or say that there is none."""
     reading = Reading(files)
     tokenizer, templates = reading.tokenizer(), reading.templates()
-    made = Description(problems=reading.problems)
+    result = Description(problems=reading.problems)
     if tokenizer is None:
-        made.keys["tokenizer.ggml.model"] = "no_vocab"
-        if JSON not in files and (beside := [name for name in OTHERS if name in files]):
-            made.refuse(f"is the tokenizer, and target gguf reads the tokens from {JSON}; {ANEW}", beside[0])
+        result.keys["tokenizer.ggml.model"] = "no_vocab"
+        if JSON not in files and (others := [name for name in OTHERS if name in files]):
+            result.refuse(f"is the tokenizer, and target gguf reads the tokens from {JSON}; {SAVE_AGAIN}", others[0])
         elif JSON not in files:
-            made.notes.append(NO_TOKENS)
-        return made
+            result.notes.append(NO_TOKENS)
+        return result
     if tokenizer.kind != "BPE":
-        made.refuse(f"has a {tokenizer.kind} model; target gguf writes BPE, with bytes or spaces. Use target hf")
-        return made
-    _add_tokens(tokenizer, vocab, made)
-    _add_special(tokenizer, _ids(files, config, vocab, made), made)
-    _add_templates(templates, made)
-    return made
+        result.refuse(f"has a {tokenizer.kind} model; target gguf writes BPE, with bytes or spaces. Use target hf")
+        return result
+    _add_tokens(tokenizer, vocab, result)
+    _add_special(tokenizer, _ids(files, config, vocab, result), result)
+    _add_templates(templates, result)
+    return result
 
 
-def _add_tokens(tokenizer: TokenizerFile, vocab: int, made: Description) -> None:
+def _add_tokens(tokenizer: TokenizerFile, vocab: int, result: Description) -> None:
     """Add texts and kinds of all tokens, how pieces are joined, and how text is cut before."""
     if tokenizer.affixes:
-        made.refuse("puts a prefix or suffix to parts of words, which llama.cpp does not; use target hf")
-    tokens, types = _tokens(tokenizer, vocab, made)
-    keys = made.keys
+        result.refuse("puts a prefix or suffix to parts of words, which llama.cpp does not; use target hf")
+    tokens, types = _tokens(tokenizer, vocab, result)
+    keys = result.keys
     keys["tokenizer.ggml.model"] = token_rows("models")["pieces" if tokenizer.byte_fallback else "bytes"]
-    keys["tokenizer.ggml.pre"] = "default" if tokenizer.byte_fallback else _pre_tokenizer(tokenizer, made)
+    keys["tokenizer.ggml.pre"] = "default" if tokenizer.byte_fallback else _pre_tokenizer(tokenizer, result)
     keys["tokenizer.ggml.tokens"] = Typed("str", tuple(tokens))
     keys["tokenizer.ggml.token_type"] = Typed("i32", tuple(types))
     if tokenizer.byte_fallback:
         keys["tokenizer.ggml.scores"] = Typed("f32", tuple(_scores(tokens, tokenizer)))
-        keys["tokenizer.ggml.add_space_prefix"] = _spaces(tokenizer, made)
+        keys["tokenizer.ggml.add_space_prefix"] = _spaces(tokenizer, result)
     else:
         keys["tokenizer.ggml.merges"] = Typed("str", tuple(f"{first} {second}" for first, second in tokenizer.merges))
 
 
-def _pre_tokenizer(tokenizer: TokenizerFile, made: Description) -> str:
+def _pre_tokenizer(tokenizer: TokenizerFile, result: Description) -> str:
     """llama.cpp's name of how a tokenizer of bytes cuts text; "" if it has none."""
     normalizers = _kinds(tokenizer.normalizers)
     if normalizers == ["NFC"]:
-        made.notes.append(NFC_NOTE)
+        result.notes.append(NFC_NOTE)
     elif normalizers:
-        made.refuse(_normalized(normalizers))
+        result.refuse(_normalized(normalizers))
     pre = _split(tokenizer.pre_tokenizers)
     if not pre:
-        made.refuse(
+        result.refuse(
             "cuts text into words in a way that has no name here, so llama.cpp would cut it otherwise "
             f"({', '.join(_kinds(tokenizer.pre_tokenizers)) or 'no pre-tokenizer'}); {KNOWN}"
         )
     elif tokenizer.ignore_merges and pre != "llama-bpe":
-        made.refuse(f"takes whole words before merges, which llama.cpp's {pre} does not; use target hf")
+        result.refuse(f"takes whole words before merges, which llama.cpp's {pre} does not; use target hf")
     return pre
 
 
@@ -112,7 +112,7 @@ def _split(parts: tuple[Part, ...]) -> str:
     return known.get(_pattern(parts[0], "Regex"), "") if kinds == ["Split", "ByteLevel"] and not regex else ""
 
 
-def _spaces(tokenizer: TokenizerFile, made: Description) -> bool:
+def _spaces(tokenizer: TokenizerFile, result: Description) -> bool:
     """Whether a space is put before a text.
 
     llama.cpp writes every space as "▁", and looks for pieces in the whole text: the tokenizer must, too.
@@ -122,15 +122,17 @@ def _spaces(tokenizer: TokenizerFile, made: Description) -> bool:
     rest = normalizers[1:] if prepends else normalizers
     replaces = [(part.get("type"), _pattern(part, "String"), part.get("content")) for part in rest]
     if (rest or prepends) and replaces != [("Replace", " ", SPACE)]:
-        made.refuse(_normalized(_kinds(normalizers)))
+        result.refuse(_normalized(_kinds(normalizers)))
         return False
     if rest and all(part.get("type") == "Split" and _pattern(part, "String") == " " for part in pre):
         return prepends  # nothing is left to split at
     if not rest and _kinds(pre) == ["Metaspace"] and pre[0].get("replacement") == SPACE:
         if pre[0].get("split", True) and any(SPACE in (first + second)[1:] for first, second in tokenizer.merges):
-            made.refuse("cuts text at spaces, and has pieces with spaces inside, which llama.cpp takes; use target hf")
+            result.refuse(
+                "cuts text at spaces, and has pieces with spaces inside, which llama.cpp takes; use target hf"
+            )
         return bool(pre[0].get("prepend_scheme", "always") != "never")
-    made.refuse(
+    result.refuse(
         f"has pieces and bytes, and prepares text with {', '.join(_kinds((*normalizers, *pre))) or 'nothing'}; "
         'llama.cpp writes " " as "▁" (Metaspace, or Replace) and does nothing else. Use target hf'
     )
@@ -155,7 +157,7 @@ def _pattern(part: Part, kind: str) -> str:
     return given if isinstance(given, str) else ""
 
 
-def _tokens(tokenizer: TokenizerFile, vocab: int, made: Description) -> tuple[list[str], list[int]]:
+def _tokens(tokenizer: TokenizerFile, vocab: int, result: Description) -> tuple[list[str], list[int]]:
     """Texts and kinds of all tokens, filled up to the rows of the embedding."""
     texts: dict[int, tuple[str, int]] = {}
     for text, number in tokenizer.vocab.items():
@@ -167,9 +169,9 @@ def _tokens(tokenizer: TokenizerFile, vocab: int, made: Description) -> tuple[li
         kind = CONTROL if token.special else USER_DEFINED
         texts[token.id] = (token.text, known if known == UNKNOWN else kind)
     if not texts:
-        made.refuse(f"has no tokens; {ANEW}")
+        result.refuse(f"has no tokens; {SAVE_AGAIN}")
     elif max(texts) >= vocab:
-        made.refuse(f"has a token {max(texts)}, and the embedding {vocab} rows; get the right one")
+        result.refuse(f"has a token {max(texts)}, and the embedding {vocab} rows; get the right one")
     filled = [texts.get(number, (f"[PAD{number}]", UNUSED)) for number in range(vocab)]
     return [text for text, _ in filled], [kind for _, kind in filled]
 
@@ -182,7 +184,7 @@ def _scores(tokens: list[str], tokenizer: TokenizerFile) -> list[float]:
     return [-float(ranks[token]) if token in ranks else LOWEST for token in tokens]
 
 
-def _ids(files: Files, config: Mapping[str, Any], vocab: int, made: Description) -> dict[str, int]:
+def _ids(files: Files, config: Mapping[str, Any], vocab: int, result: Description) -> dict[str, int]:
     """Ids of special tokens, each a row of the embedding."""
     given = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")} | token_ids(files)
     ids: dict[str, int] = {}
@@ -190,51 +192,51 @@ def _ids(files: Files, config: Mapping[str, Any], vocab: int, made: Description)
         every = value if isinstance(value, list) else [] if value is None else [value]
         wrong = [one for one in every if type(one) is not int or not 0 <= one < vocab]
         if wrong and name == "pad_token_id" and type(wrong[0]) is int:
-            made.notes.append(f"{name} {wrong[0]} is left out: it is none of the {vocab} tokens")
+            result.notes.append(f"{name} {wrong[0]} is left out: it is none of the {vocab} tokens")
         elif wrong:
             where = ", ".join([*(name for name in (GENERATION, TOKENIZER_CONFIG) if name in files), "config.json"])
             what = f"{name} is {described(wrong[0])}, and the tokens are 0 to {vocab - 1}; give the id of a token"
-            made.refuse(what, where)
+            result.refuse(what, where)
         elif every:
             ids[name] = every[0]
         if name == "eos_token_id" and len(every) > 1 and not wrong:
-            made.notes.append(
+            result.notes.append(
                 f"a text ends with token {', '.join(map(str, every))}; the file names {every[0]}, and llama.cpp knows "
                 "others by their text alone"
             )
     return ids
 
 
-def _add_special(tokenizer: TokenizerFile, ids: Mapping[str, int], made: Description) -> None:
+def _add_special(tokenizer: TokenizerFile, ids: Mapping[str, int], result: Description) -> None:
     """Add ids of special tokens, and which of them are put before and after a text."""
-    keys, tokens = made.keys, made.keys["tokenizer.ggml.tokens"].value
+    keys, tokens = result.keys, result.keys["tokenizer.ggml.tokens"].value
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     found = {names[name]: value for name, value in ids.items()}
     if tokenizer.unknown in tokens:
         found["unknown"] = tokens.index(tokenizer.unknown)
-    for text, name in zip(_around(tokenizer, made), ("bos", "eos"), strict=True):
+    for text, name in zip(_around(tokenizer, result), ("bos", "eos"), strict=True):
         if text in tokens:
             found[name] = tokens.index(text)
         elif text is not None:
-            made.refuse(f"puts {described(text)} before or after a text, which is no token; {ANEW}")
+            result.refuse(f"puts {described(text)} before or after a text, which is no token; {SAVE_AGAIN}")
         keys[f"tokenizer.ggml.add_{name}_token"] = text is not None
     for name in ("bos", "eos", "unknown", "padding"):
         if name in found:
             keys[f"tokenizer.ggml.{name}_token_id"] = u32(found[name])
 
 
-def _around(tokenizer: TokenizerFile, made: Description) -> tuple[str | None, str | None]:
+def _around(tokenizer: TokenizerFile, result: Description) -> tuple[str | None, str | None]:
     """The special tokens that are put before and after a text."""
     unknown = [kind for kind in _kinds(tokenizer.post_processors) if kind not in ("TemplateProcessing", "ByteLevel")]
     if unknown:
-        made.refuse(f"adds tokens to a text by {', '.join(unknown)}; target gguf reads TemplateProcessing")
+        result.refuse(f"adds tokens to a text by {', '.join(unknown)}; target gguf reads TemplateProcessing")
     for part in tokenizer.post_processors:
         if part.get("type") == "TemplateProcessing":
             words = list(_template(part.get("single")))
             at = words.index("") if "" in words else len(words)
             before, after = words[:at], words[at + 1 :]
             if len(words) > 3 or None in words or len(before) > 1 or len(after) > 1:
-                made.refuse("puts several tokens before or after a text, where llama.cpp adds one; use target hf")
+                result.refuse("puts several tokens before or after a text, where llama.cpp adds one; use target hf")
                 return None, None
             return (before[0] if before else None), (after[0] if after else None)
     return None, None
@@ -250,25 +252,25 @@ def _template(single: Any) -> Iterator[str | None]:
         )
 
 
-def _add_templates(templates: Mapping[str, str], made: Description) -> None:
+def _add_templates(templates: Mapping[str, str], result: Description) -> None:
     """Add chat templates under the keys of gguf-py's `add_chat_template`, whose names have letters and digits only."""
     named: dict[str, str] = {}
     for name, text in templates.items():
         plain = "".join(mark if mark in ascii_letters + digits else "_" for mark in name)
         if name == DEFAULT:
-            made.keys["tokenizer.chat_template"] = text
+            result.keys["tokenizer.chat_template"] = text
         elif not plain or plain in named:
-            made.refuse(
+            result.refuse(
                 f"the chat template {described(name)} has no name of its own in a GGUF file; rename it", "chat_template"
             )
         else:
             named[plain] = text
     for name, text in named.items():
-        made.keys[f"tokenizer.chat_template.{name}"] = text
+        result.keys[f"tokenizer.chat_template.{name}"] = text
     if named:
-        made.keys["tokenizer.chat_templates"] = Typed("str", tuple(named))
+        result.keys["tokenizer.chat_templates"] = Typed("str", tuple(named))
         if DEFAULT not in templates:
-            made.notes.append(
+            result.notes.append(
                 f"no chat template is called {DEFAULT}: llama.cpp takes its own unless it is told one of "
                 f"{', '.join(named)}"
             )

@@ -15,7 +15,7 @@ Part = Mapping[str, Any]
 JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
 TEMPLATE, TEMPLATE_JSON, TEMPLATES = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
 DEFAULT = "default"  # the name of the template that is taken if none is asked for
-ANEW = "save the tokenizer anew: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+SAVE_AGAIN = "save the tokenizer anew: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ class Reading:
         try:
             content = parse_json(given) if isinstance(given, bytes) else load_json(given)
         except (OSError, ValueError) as error:
-            self.problems.append((name, f"cannot be read as JSON ({error}); {ANEW}"))
+            self.problems.append((name, f"cannot be read as JSON ({error}); {SAVE_AGAIN}"))
             return None
         if not isinstance(content, Mapping):
-            self.problems.append((name, f"is {described(content)}, where a JSON object should be; {ANEW}"))
+            self.problems.append((name, f"is {described(content)}, where a JSON object should be; {SAVE_AGAIN}"))
             return None
         return content
 
@@ -146,7 +146,7 @@ class Reading:
             self._wrong(f"model.vocab[{wrong[0][:40]!r}]", "an id, a whole number of at least 0", given[wrong[0]])
         if not _encodes("".join(given)):
             text = next(text for text in given if not _encodes(text))
-            self.problems.append((JSON, f"model.vocab: {text[:40]!r} is no Unicode text; {ANEW}"))
+            self.problems.append((JSON, f"model.vocab: {text[:40]!r} is no Unicode text; {SAVE_AGAIN}"))
         return given
 
     def _merges(self, given: Any) -> tuple[tuple[str, str], ...]:
@@ -193,7 +193,7 @@ class Reading:
                 yield from self._parts(f"{name}.{inner}[{at}]", part, inner)
 
     def _wrong(self, what: str, should: str, found: Any, file: str = JSON) -> None:
-        self.problems.append((file, f"{what} is {described(found)}, where {should} should be; {ANEW}"))
+        self.problems.append((file, f"{what} is {described(found)}, where {should} should be; {SAVE_AGAIN}"))
 
 
 def _is_id(value: Any) -> TypeGuard[int]:

@@ -103,7 +103,7 @@ class Hf(StreamedTarget):
             "words equal those of vLLM's own packing functions; its kernels' arithmetic, written out in torch, and "
             "transformers' dequantization of FP8 blocks give the weights that are read back; its loader and models "
             "read them on a CPU; its GPU kernels were not run",
-            ("tests/targets/hf/test_words.py",),
+            ("tests/targets/hf/test_weight_only.py",),
         ),
     )
 

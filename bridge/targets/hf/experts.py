@@ -16,15 +16,15 @@ from bridge.planning.target import Draft
 from bridge.targets.hf.spelling import Spelling
 from bridge.targets.stacks import PAIRS, Matrix, container, modules_of
 
-AS_IT_IS = "stays unquantized: {why}"
-NO_NAMES = "no program is known to read these experts quantized"
-TOGETHER = "programs read these experts from one tensor only, for which ModelOpt has fp8, nvfp4 and nvfp4_wo"
-BESIDE = "programs read the experts of a layer in one format, and the others of this layer stay unquantized"
-UNLIKE = (
+UNQUANTIZED = "stays unquantized: {why}"
+NO_READER = "no program is known to read these experts quantized"
+STACKED_ONLY = "programs read these experts from one tensor only, for which ModelOpt has fp8, nvfp4 and nvfp4_wo"
+OTHERS_UNQUANTIZED = "programs read the experts of a layer in one format, and the others of this layer stay unquantized"
+MIXED_EXPERTS = (
     "these are experts of one layer, which differ in format or are quantized in part; programs hold them as one module "
     "in one format (vLLM refuses others): give all of them one, or quant = 'none', in a recipe"
 )
-ELSEWHERE = "; format='compressed-tensors' (--format compressed-tensors) has other schemes, a module an expert"
+OTHER_FORMAT = "; format='compressed-tensors' (--format compressed-tensors) has other schemes, a module an expert"
 
 Stack = tuple[TensorSpec, Site, Format | str | None]  # with its format, or why it has none
 
@@ -58,7 +58,7 @@ class Experts:
     @property
     def notes(self) -> list[str]:
         kept = (self._kept[name] for name in self._given.structure.order if name in self._kept)
-        return fold_problems([(module, AS_IT_IS.format(why=why)) for module, why in kept])
+        return fold_problems([(module, UNQUANTIZED.format(why=why)) for module, why in kept])
 
     def of_layer(self, weight: str) -> list[Matrix]:
         """All matrices of the experts of a layer, expert by expert, if `weight` is its first stack; else none."""
@@ -82,30 +82,30 @@ class Experts:
     def _place(self, layer: list[Stack]) -> None:
         """Decide on the stacks of one layer: if one cannot be quantized, none is."""
         joined = self._given.structure.joined
-        apart = {
+        split = {
             spec.name: modules_of(spec, site, joined.get(spec.name, ""))
             for spec, site, format_ in layer
-            if isinstance(format_, Format) and not (self._together and self._spelling.holds_stack(format_))
+            if isinstance(format_, Format) and not (self._stays_stacked and self._spelling.holds_stack(format_))
         }
         kept = {spec.name: site.keep for spec, site, format_ in layer if site.keep and format_ == site.keep}
-        kept |= {name: why for name, matrices in apart.items() if (why := self._why_kept(matrices))}
+        kept |= {name: why for name, matrices in split.items() if (why := self._why_kept(matrices))}
         if kept:
             stays = [(spec, site) for spec, site, form in layer if spec.name in kept or isinstance(form, Format)]
-            self._kept |= {spec.name: (site.module, kept.get(spec.name, BESIDE)) for spec, site in stays}
+            self._kept |= {spec.name: (site.module, kept.get(spec.name, OTHERS_UNQUANTIZED)) for spec, site in stays}
             return
-        self.stacks |= apart
+        self.stacks |= split
         if len({format_ if isinstance(format_, Format) else None for _, _, format_ in layer}) > 1:
-            self.problems += [(site.module, UNLIKE) for _, site, _ in layer]
+            self.problems += [(site.module, MIXED_EXPERTS) for _, site, _ in layer]
 
     def _why_kept(self, matrices: list[Matrix]) -> str:
         """Why a stack that cannot stay in one tensor, of these matrices, stays unquantized; "" if it does not."""
         if PAIRS in self._given.structure.joined.values():  # vLLM's gpt_oss.py passes over a module an expert
-            return TOGETHER
-        if self._together:
-            return TOGETHER + ELSEWHERE
-        return "" if matrices else NO_NAMES
+            return STACKED_ONLY
+        if self._stays_stacked:
+            return STACKED_ONLY + OTHER_FORMAT
+        return "" if matrices else NO_READER
 
     @property
-    def _together(self) -> bool:
+    def _stays_stacked(self) -> bool:
         """Whether the spelling has the experts of this architecture in one tensor."""
         return self._given.structure.architecture.startswith(self._spelling.TRAITS.stacks)

@@ -19,9 +19,6 @@ from bridge.planning.target import Draft
 from bridge.targets.hf.spelling import Traits
 
 MIN_GROUP = 2  # a group of one shares nothing
-# How the architectures begin in which ModelOpt's exporter multiplies pre-scales of NVFP4 into the matrix before, unless
-# heads share its rows: `fuse_prequant_to_linear` of nvidia-modelopt 0.47 (torch/export/quant_utils.py).
-FUSED = ("LlamaFor", "LlamaModel", "Qwen3For", "Qwen3Model", "Qwen3MoeFor", "Qwen3MoeModel")
 INTO = "pre-scales are not stored: {count} norms and the rows of {feeds} matrices are multiplied by them"
 HEADS = (
     "{what} of the pre-scales of {repeat} query heads that read the same rows of {writer} is used for all of them: the "
@@ -112,7 +109,7 @@ class Folding:
         """Whether ModelOpt does not store a pre-scale that it could store."""
         assert feed.format
         fp4 = feed.format.weight[0].dtype == "float4_e2m1fn"
-        return fp4 and feed.repeat == 1 and self.draft.structure.architecture.startswith(FUSED)
+        return fp4 and feed.repeat == 1 and self.draft.structure.architecture.startswith(self.traits.fuses)
 
     def _folds(self, format_: Format) -> bool:
         return format_.algorithm in ("awq", "awq_full") if self.traits.prescales else format_.prescales

@@ -20,13 +20,16 @@ from bridge.targets.hf.spelling import Part, Traits
 from bridge.targets.modelopt_format import (
     ALGORITHMS,
     PRODUCER,
+    class_prefixes,
     excluded,
     format_words,
     has_second,
     setting,
 )
 
-TRAITS = Traits(prescales=True, mixes=True, stacks=("Llama4", "GptOss"))
+TRAITS = Traits(
+    prescales=True, mixes=True, stacks=class_prefixes("stacked_experts"), fuses=class_prefixes("fused_prescales")
+)
 PACKED = ("int4", "float4_e2m1fn")
 
 

@@ -5,10 +5,10 @@ A *spelling* is one way to write the same quantized numbers: names, shapes, pack
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bridge.core.values import Encoding, Format, Numeric, Site
@@ -16,13 +16,13 @@ from bridge.core.values import Encoding, Format, Numeric, Site
 if TYPE_CHECKING:
     from bridge.planning.plan import Plan
 
-# Value of `--format` -> the module with the functions of `Spelling`.
+# Value of `--format` -> the module, or the object of a module, with the functions of `Spelling`.
 SPELLINGS = {
     "modelopt": "bridge.targets.hf.modelopt",
     "compressed-tensors": "bridge.targets.hf.compressed_tensors",
-    "awq": "bridge.targets.hf.awq",
-    "gptq": "bridge.targets.hf.gptq",
-    "deepseek": "bridge.targets.hf.deepseek",
+    "awq": "bridge.targets.hf.weight_only:AWQ",
+    "gptq": "bridge.targets.hf.weight_only:GPTQ",
+    "deepseek": "bridge.targets.hf.weight_only:DEEPSEEK",
 }
 
 
@@ -41,17 +41,19 @@ class Traits:
     """What a spelling can hold. `prescales`: pre-scales beside the weights; else norms and other matrices take them.
 
     `mixes`: modules in different formats. `transposed`: codes and block scales are stored [in, out].
-    `stacks`: how architectures begin whose experts stay in one tensor.
+    `stacks`: how architectures begin whose experts stay in one tensor. `fuses`: how those begin whose pre-scales of
+    NVFP4 are multiplied into the matrix before.
     """
 
     prescales: bool = False
     mixes: bool = False
     transposed: bool = False
     stacks: tuple[str, ...] = ()
+    fuses: tuple[str, ...] = ()
 
 
 class Spelling(Protocol):
-    """The interface of a spelling; a module satisfies it."""
+    """The interface of a spelling; a module or an object satisfies it."""
 
     TRAITS: Traits
 
@@ -89,4 +91,4 @@ class Spelling(Protocol):
 @cache
 def spelling(name: str) -> Spelling:
     """Return the spelling called `name`, one of `SPELLINGS`."""
-    return importlib.import_module(SPELLINGS[name])
+    return EntryPoint(name, SPELLINGS[name], "").load()  # type: ignore[no-any-return]

@@ -14,16 +14,16 @@ from bridge.planning.target import Draft, Drafted
 from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import out_in
-from bridge.targets.hf.experts import UNLIKE, Experts
+from bridge.targets.hf.experts import MIXED_EXPERTS, Experts
 from bridge.targets.hf.folding import MIN_GROUP, Folding
 from bridge.targets.hf.shards import divide, names_for
 from bridge.targets.hf.spelling import Part, Spelling
 from bridge.targets.modelopt_format import routers
 
-ASKED = "or pass allow_split=True (--allow-split)"
+ALLOW_SPLIT = "or pass allow_split=True (--allow-split)"
 MIXED = (
     "these read the same input but differ in format: runtimes that fuse them (vLLM, SGLang) refuse it; name all in one "
-    f"rule, {ASKED}"
+    f"rule, {ALLOW_SPLIT}"
 )
 MIXES = (
     "has another format than most modules, and this spelling names one for all; use format='compressed-tensors' "
@@ -79,7 +79,7 @@ class Drafting:
         copies = self._draft.scheme and self._draft.scheme.name == PASSTHROUGH
         for experts in grouped((s for s in sites if s.expert is not None and not copies), lambda s: s.experts):
             if len({self._formats.get(site.module) for site in experts}) > 1:
-                yield from ((site.module, f"{UNLIKE}, {ASKED}") for site in experts)
+                yield from ((site.module, f"{MIXED_EXPERTS}, {ALLOW_SPLIT}") for site in experts)
         chosen = {site.module for site in sites}
         for group in self._draft.structure.groups:
             modules = [module for module in group.modules if module in chosen]

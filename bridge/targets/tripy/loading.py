@@ -7,8 +7,9 @@ here, and every difference is reported before anything is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from bridge.planning.plan import DEFAULT_FILE, Plan
 from bridge.sources.live_models.loading import as_tensor
 from bridge.targets.tripy.frontend import nvtripy
 from bridge.targets.tripy.lint import contract
-from bridge.targets.tripy.prefixes import Prefixes, found_prefixes
 from bridge.targets.tripy.section import Entry, read_section, section_of
 
 COMPANIONS = (".weight_scale", ".input_scale", ".pre_quant_scale")
@@ -104,7 +104,7 @@ def _prefixes(expected: Mapping[str, Any], own: set[str], written: StateDictFile
     """The prefixes in which the module's names differ from the file's; scales may differ for another reason."""
     lacking = [name for name in expected if name not in written.specs and name not in own]
     names = (written.surplus(expected), lacking)
-    return found_prefixes(*([name for name in side if not name.endswith(COMPANIONS)] for side in names))
+    return differing_prefixes(*([name for name in side if not name.endswith(COMPANIONS)] for side in names))
 
 
 def parts_of(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -208,3 +208,55 @@ def _stored(name: str, parts: Mapping[str, Any], written: StateDictFiles) -> tup
     shape, entry = written.specs[name].shape, written.modules.get(owner)
     transposed = entry is not None and (entry.layout == "in_out") != isinstance(parts.get(owner), BlockLinear)
     return shape[::-1] if transposed and last == "weight" else shape
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Prefixes of the names in a file and in a module; each is empty or ends with a dot."""
+
+    file: str
+    module: str
+
+    def __str__(self) -> str:
+        file, module = self.file[:-1], self.module[:-1]
+        if not module:
+            return f"names begin with {self.file!r} in the file only; make this module the part {file!r} of another"
+        if not file:
+            return f"names begin with {self.module!r} in the module only; load its part {module!r} alone"
+        return f"names begin with {self.file!r} in the file, with {self.module!r} in the module; call it {file!r} there"
+
+    def renamed(self, name: str) -> str:
+        """The module's name for a name of the file."""
+        return self.module + name[len(self.file) :] if name.startswith(self.file) else name
+
+
+def differing_prefixes(surplus: Sequence[str], lacking: Sequence[str]) -> Prefixes | None:
+    """The only pair of prefixes that turns all names of one side into names of the other; None if there is none.
+
+    >>> differing_prefixes(["transformer.wte.weight", "transformer.h.0.bias"], ["body.wte.weight", "body.h.0.bias"])
+    Prefixes(file='transformer.', module='body.')
+    """
+    candidates = {Prefixes(file, module) for file, module in _prefix_pairs(surplus, lacking)}
+    candidates |= {Prefixes(file, module) for module, file in _prefix_pairs(lacking, surplus)}
+    return candidates.pop() if len(candidates) == 1 else None
+
+
+def _prefix_pairs(some: Sequence[str], whole: Sequence[str]) -> set[tuple[str, str]]:
+    """Pairs of prefixes such that exchanging them turns all of `whole` into names of `some`."""
+    if not whole:
+        return set()
+    known, owners = set(some), [name.split(".")[:-1] for name in whole]
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(min(owners), max(owners), strict=False))
+    ours = "".join(f"{part}." for part, _ in shared)
+    rest = whole[0].removeprefix(ours)
+    theirs = [name.removesuffix(rest) for name in some if name == rest or name.endswith(f".{rest}")]
+    pairs = [(prefix, ours) for prefix in theirs if all(prefix + name.removeprefix(ours) in known for name in whole)]
+    return {_shortest(*pair) for pair in pairs}
+
+
+def _shortest(*prefixes: str) -> tuple[str, str]:
+    """Drop equal components at the end of both."""
+    one, other = (prefix.split(".")[:-1] for prefix in prefixes)
+    while one and other and one[-1] == other[-1]:
+        one.pop(), other.pop()
+    return "".join(f"{part}." for part in one), "".join(f"{part}." for part in other)

@@ -17,7 +17,7 @@ from bridge.planning.plan import Plan
 from bridge.tables.architectures.match import Matched
 from bridge.tables.dialects.dialect import Dialect
 from bridge.tables.dialects.layout import locate
-from bridge.targets.modelopt_format import PRODUCER, setting, summarize
+from bridge.targets.modelopt_format import PRODUCER, class_prefixes, setting, summarize
 from bridge.targets.trtllm import companions
 from bridge.targets.trtllm.ranks import vocab_multiple
 
@@ -90,7 +90,7 @@ def _multipliers(config: Mapping[str, Any], matched: Matched) -> dict[str, float
 
     Attention divides by that root. TensorRT-LLM's own converter leaves it out where the multiplier is 1.
     """
-    if not matched.architecture.startswith("Granite"):
+    if not matched.architecture.startswith(class_prefixes("multipliers")):
         return {}
     return {
         "embedding_multiplier": config.get("embedding_multiplier", 1.0),

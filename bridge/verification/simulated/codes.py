@@ -67,7 +67,7 @@ class Codes:
         self._context = ConversionContext(
             plan, self._source, calibration, None, plan.memory, work, FileSettings({}, 1)
         )  # fmt: skip
-        self._places = {id(step): _places(step, specs) for task in self._tasks for step in task}
+        self._positions = {id(step): _value_positions(step, specs) for task in self._tasks for step in task}
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -83,11 +83,11 @@ class Codes:
             amax = max((weight_amax(step, self._context, self._buffers) for step in shared), default=None)
             for step in task:
                 values = _decoded(step, self._context, self._buffers, amax)
-                for name, rows, places in self._places[id(step)]:
+                for name, rows, positions in self._positions[id(step)]:
                     if name not in changed:
                         spec = self._source.specs[name]
                         changed[name] = to_float32(self._source.read(name), spec.dtype).copy()
-                    changed[name].reshape(-1)[places] = values[rows].reshape(-1)
+                    changed[name].reshape(-1)[positions] = values[rows].reshape(-1)
         for name, array in changed.items():
             _write(array, self._origins[name], self._params)
 
@@ -147,7 +147,7 @@ def _decoded(step: Step, context: ConversionContext, buffers: Buffers, amax: flo
     return values
 
 
-def _places(step: Step, specs: Mapping[str, TensorSpec]) -> list[tuple[str, slice, Any]]:
+def _value_positions(step: Step, specs: Mapping[str, TensorSpec]) -> list[tuple[str, slice, Any]]:
     """For each source tensor of a step: its rows in the step's matrix, and where their values lie in the tensor."""
     rows = Rows(step, _as_source(_Numbers(specs)), Buffers())
     if step.layout is Layout.WHOLE:

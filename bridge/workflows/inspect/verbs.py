@@ -22,7 +22,7 @@ from bridge.core.version import __version__
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme
-from bridge.reporting.inspection import link_inspection
+from bridge.reporting.make import link_inspection
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import pruned_again
 from bridge.sources.source import Source

@@ -18,7 +18,7 @@ from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import plan_cut
 from bridge.sources.pruned.silenced import silenced
 from bridge.sources.pruned.source import PrunedSource
-from bridge.verification.silenced import MOST, silenced_error
+from bridge.verification.verify import MOST_SILENCED, silenced_error
 from tests.models.decoder_families import build
 from tests.sources.pruned.families import FAMILIES, random_scores
 
@@ -42,7 +42,7 @@ def test_the_pruned_model_answers_as_the_silenced_one(family: str, keep: dict[st
     assert silent
     assert all(re.search("o_proj|down_proj|w2|c_proj", name) for name in silent)
     error = silenced_error(pruned, IDS)
-    assert error is not None and error <= MOST
+    assert error is not None and error <= MOST_SILENCED
 
 
 def test_tokens_and_layers_are_cut_in_both(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_tokens_and_layers_are_cut_in_both(tmp_path: Path) -> None:
     text = Path("README.md").read_text(encoding="utf-8")
     pruned = bridge.pruned(LLAMA, keep, drop_layers=[1], data=[text] * 2, importance="weights")
     error = silenced_error(pruned, IDS)
-    assert error is not None and error <= MOST
+    assert error is not None and error <= MOST_SILENCED
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_the_report_has_the_distance_and_parts_that_do_not_belong_together_fail(
     assert report.passed
     assert report.pruning
     assert report.pruning.silenced is not None
-    assert report.pruning.silenced <= MOST
+    assert report.pruning.silenced <= MOST_SILENCED
     assert "outputs are those of the whole model with the other parts silent, within" in report.pruning.line()
     positions = PrunedSource.positions
 

@@ -21,7 +21,7 @@ from bridge.quant.codec.decode import decode
 from bridge.quant.codec.encode import Encoder, encode
 from bridge.quant.schemes.load import load_scheme
 from bridge.targets.manifest import load_manifest
-from bridge.verification.weight_error import Comparer, ErrorSums
+from bridge.verification.weight_error import Comparer, ErrorSums, StoredCodes
 from tests.blocks import ROOT
 from tests.models.gguf_families import save
 from tests.oracles.llama_cpp import divergence
@@ -44,7 +44,8 @@ def _weights() -> np.ndarray:
 def _compared(bits: np.ndarray, dtype: str, codes: np.ndarray, scheme: str) -> ErrorSums:
     numeric, coding = load_scheme(scheme).weight, Encoding(packed=scheme)
     blocks = grid(numeric[0], bits.shape, "out_in")
-    return Comparer(numeric, dtype, blocks, scheme, coding, None).rows(bits, codes, np.empty(0, np.uint8))
+    stored = StoredCodes(numeric, blocks, scheme, coding, None)
+    return Comparer(stored, dtype).rows(bits, codes, np.empty(0, np.uint8))
 
 
 @pytest.fixture(scope="module")

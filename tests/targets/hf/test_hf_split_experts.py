@@ -24,7 +24,7 @@ from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import HALF, verdict
 from bridge.planning.memory import PIECE, SCRATCH, working_set
 from bridge.reporting.loading import loading_line, loadings
-from bridge.targets.hf.experts import BESIDE, UNLIKE
+from bridge.targets.hf.experts import MIXED_EXPERTS, OTHERS_UNQUANTIZED
 from tests import once
 from tests.covering import grid
 from tests.models.export_families import tokens
@@ -159,7 +159,7 @@ def test_stacks_of_a_layer_that_differ_are_refused(format_: str, quant: str, tmp
         with pytest.raises(PlanError) as told:
             bridge.plan(source("granite"), "hf", rules, format=format_, allow_split=allow_split)
         stacks = ", ".join(f"model.layers.1.block_sparse_moe.{end}_linear" for end in ("input", "output"))
-        assert f"{stacks}: {UNLIKE}" in str(told.value)
+        assert f"{stacks}: {MIXED_EXPERTS}" in str(told.value)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,9 @@ def test_modules_of_experts_of_a_layer_that_differ_are_refused_unless_asked(
     told = ", ".join(f"model.layers.1.block_sparse_moe.experts.{{0..2}}.{name}" for name in ("w1", "w3", "w2"))
     with pytest.raises(PlanError, match="--allow-split") as refused:
         bridge.plan(mixtral, "hf", rules, format="compressed-tensors")
-    assert f"{told}: {UNLIKE}" in str(refused.value)
+    assert f"{told}: {MIXED_EXPERTS}" in str(refused.value)
     plan = bridge.plan(mixtral, "hf", rules, format="compressed-tensors", allow_split=True)
-    assert any(note.startswith(f"{told}: {UNLIKE}") for note in plan.notes)
+    assert any(note.startswith(f"{told}: {MIXED_EXPERTS}") for note in plan.notes)
     said = verdict(load_runtime("vllm"), plan)
     assert said.how == "no" and HALF in said.why_not and ".experts.{0..2}.w2" in said.why_not
     whole = bridge.plan(mixtral, "hf", "int8_wo", format="compressed-tensors")
@@ -213,7 +213,7 @@ def test_pre_scales_of_granite_have_a_place_in_every_format(format_: str, tmp_pa
 def test_a_stack_stays_unquantized_beside_one_that_cannot_be_quantized(tmp_path: Path) -> None:
     rules = recipe(tmp_path / "half.toml", "nvfp4_wo", "int8_wo", "*.1.*.down_proj")
     plan = bridge.plan(source("llama4"), "hf", rules, format="modelopt")
-    assert f"model.layers.1.feed_forward.experts.gate_up_proj: stays unquantized: {BESIDE}" in plan.notes
+    assert f"model.layers.1.feed_forward.experts.gate_up_proj: stays unquantized: {OTHERS_UNQUANTIZED}" in plan.notes
     experts = [step.source for step in plan.quantized if "experts" in step.source]
     assert sorted(experts) == [f"model.layers.0.feed_forward.experts.{name}_proj" for name in ("down", "gate_up")]
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import bridge
 from bridge.core.errors import PlanError, SourceError, UsageError
 from bridge.targets.tripy import load
-from bridge.targets.tripy.prefixes import found_prefixes
+from bridge.targets.tripy.loading import differing_prefixes
 from tests.targets.tripy.test_building import ENTRY
 
 INT4 = ENTRY | {"quant_dtype": "int4", "weight_quant_dim": None, "block": 10}
@@ -344,5 +344,5 @@ NAMES = ["wte.weight", "h.0.fc.weight", "h.1.fc.weight"]
 @pytest.mark.parametrize("beside", [[], ["lm_head.bias"]])
 def test_prefixes(surplus: list[str], lacking: list[str], said: str, beside: list[str]) -> None:
     of = [[prefix + name for prefix in prefixes for name in NAMES] for prefixes in (surplus, lacking)]
-    assert said in str(found_prefixes(of[0] + beside, of[1]))
-    assert said in str(found_prefixes(of[0], of[1] + beside)) or not lacking
+    assert said in str(differing_prefixes(of[0] + beside, of[1]))
+    assert said in str(differing_prefixes(of[0], of[1] + beside)) or not lacking

@@ -15,7 +15,7 @@ from bridge._kernels.counts import nonzero
 from bridge.quant.codec import arrays
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import PLAIN
-from bridge.verification.weight_error import Comparer, ErrorSums
+from bridge.verification.weight_error import Comparer, ErrorSums, StoredCodes
 from bridge.workflows.inspect.statistics.coding import Coder, Piece, coder, finite, overflowing
 from bridge.workflows.inspect.statistics.quantization import Quantization
 
@@ -99,7 +99,8 @@ def losses(
     static = amax or how.amax
     bound = static if static and how.static else math.inf
     by, total = coder(clean, dtype, how, static or largest), _Total(clean.size, bad, bound)
-    comparer = Comparer(how.numeric, dtype, by.blocks, by.packed, PLAIN, by.above, largest=True)
+    stored = StoredCodes(how.numeric, by.blocks, by.packed, PLAIN, by.above)
+    comparer = Comparer(stored, dtype, largest=True)
     for piece in by.pieces(clean):
         total.add(by, piece, comparer)
     return total.sums()
