@@ -17,7 +17,7 @@ from bridge.core.remote.path import as_path
 from bridge.core.values import Program
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.hf import foreign_directory, numbered_directories
-from bridge.sources.side_files import beside
+from bridge.sources.side_files import divide_files
 from bridge.sources.unsupported import one_checkpoint
 from bridge.sources.weights.ranks import RUN, open_ranks, rank_files, refuse_absent
 
@@ -78,7 +78,7 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     join, copies = _tensors(folder, declared)
     checkpoint = Foreign(
         root, str(model), "megatron", declared, join, given_config(folder, config),
-        lambda container: beside(folder, container.files, ("config.json", *read), named), copies,
+        lambda container: divide_files(folder, container.files, ("config.json", *read), named), copies,
         notes | _unreadable_states(folder),
     )  # fmt: skip
     return source_of(checkpoint, tokenizer)

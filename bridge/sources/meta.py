@@ -11,7 +11,7 @@ from bridge.core.remote.path import as_path
 from bridge.core.values import Program, TensorSpec
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.hf import foreign_directory
-from bridge.sources.side_files import beside
+from bridge.sources.side_files import divide_files
 from bridge.sources.unsupported import one_checkpoint
 from bridge.sources.weights.ranks import Joined, open_ranks
 
@@ -58,7 +58,7 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
 
     checkpoint = Foreign(
         root, str(model), "meta", declared, join, given_config(folder, config),
-        lambda read: beside(folder, read.files, ("config.json", PARAMS)),
+        lambda read: divide_files(folder, read.files, ("config.json", PARAMS)),
     )  # fmt: skip
     try:
         return source_of(checkpoint, tokenizer)

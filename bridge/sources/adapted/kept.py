@@ -1,4 +1,4 @@
-"""A base with an adapter kept beside it."""
+"""A base model with its LoRA adapter as files of their own (`adapter="keep"`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class KeptSource(Wrapped):
         weights: Path | bytes = adapter.file()
         if adapter.root and (stored := adapter.root / "adapter_model.safetensors").is_file():
             weights = stored
-        own = {f"{FOLDER}/{name}": file for name, file in (adapter.beside or {}).items()}
+        own = {f"{FOLDER}/{name}": file for name, file in (adapter.side_files or {}).items()}
         files = {f"{FOLDER}/{CONFIG}": adapter.settings.over(".."), f"{FOLDER}/adapter_model.safetensors": weights}
         return {**self.base.side_files, **files, **own}
 
