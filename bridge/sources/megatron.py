@@ -138,20 +138,20 @@ def _configuration(folder: Folder, needs_tokenizer: bool) -> tuple[Declared, tup
     """Read the configuration; return its values, its file, and the tokenizer's files that it names."""
     from bridge.sources.configs.derive import Declared
     from bridge.sources.configs.tokenizer_files import named_tokenizer
-    from bridge.sources.configs.writers import megatron_told
+    from bridge.sources.configs.writers import declared_by_megatron
     from bridge.sources.configs.yaml_data import MAX_BYTES, read_yaml
 
     for name in CONFIGS:
         if name in folder.files:
             span = folder.files[name]
             raw = read_yaml(span.content(MAX_BYTES), span.name)
-            return megatron_told(name, raw), (name,), named_tokenizer(name, raw, folder, needs_tokenizer)
+            return declared_by_megatron(name, raw), (name,), named_tokenizer(name, raw, folder, needs_tokenizer)
     for name, state in _states(folder):
         arguments = state.get("args") if isinstance(state, dict) else None
         if isinstance(arguments, Mapping):
             if name == RUN:
                 _refuse_ranks(folder, arguments)
-            return megatron_told("common.pt: args", arguments, f"{name}: args"), (name,), {}
+            return declared_by_megatron("common.pt: args", arguments, f"{name}: args"), (name,), {}
     return Declared(), (), {}
 
 

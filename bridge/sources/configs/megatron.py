@@ -92,7 +92,7 @@ def megatron_terms(fields: Facts) -> tuple[dict[str, Fact], list[str]]:
     return terms, problems
 
 
-def unsaid(fields: Facts) -> tuple[str, ...]:
+def terms_without_value(fields: Facts) -> tuple[str, ...]:
     """Return terms that the fields mention without a value.
 
     Megatron-Bridge's provider of gpt-oss has YaRN's numbers as attributes, which run_config.yaml does not store.

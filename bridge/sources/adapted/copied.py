@@ -14,7 +14,7 @@ from bridge.sources.source import Source, Wrapped
 FOLDER = "adapter"
 
 
-class KeptSource(Wrapped):
+class CopiedAdapterSource(Wrapped):
     """`base` as it is, with the adapter's files in a folder of their own."""
 
     adapter_is_copied = True
@@ -56,7 +56,7 @@ class KeptSource(Wrapped):
         return hashlib.sha256(f"{self.base.fingerprint} beside {self.adapter.digest}".encode()).hexdigest()
 
 
-def check_kept(adapter: Adapter) -> None:
+def check_copied_adapter(adapter: Adapter) -> None:
     """SourceError for what vLLM 0.33, SGLang 0.5 and TensorRT-LLM do not apply beside a base."""
     settings = adapter.settings
     heads = {"classifier", "score"}
