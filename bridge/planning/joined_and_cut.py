@@ -1,4 +1,4 @@
-"""Check a plan for a program that joins modules in one matrix, or cuts matrices across ranks.
+"""Check plans for programs that join matrices or cut them across ranks.
 
 `names`: what the program holds as one matrix, as `bridge.planning.contracts.Runtime.fused` has it.
 """

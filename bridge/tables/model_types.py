@@ -1,4 +1,4 @@
-"""Facts about single model types that no file of a checkpoint says: `mappings/model_types.toml`."""
+"""Facts about single model types (`mappings/model_types.toml`)."""
 
 from __future__ import annotations
 

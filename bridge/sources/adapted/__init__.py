@@ -1,1 +1,1 @@
-"""Models with a LoRA adapter, which is merged into the weights or copied."""
+"""Models with a LoRA adapter, which is merged or copied."""

@@ -1,4 +1,4 @@
-"""A base model with its LoRA adapter as files of their own (`adapter="keep"`)."""
+"""A base model with its LoRA adapter as separate files (`adapter="keep"`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vocabulary of a model's configuration: terms, facts with their sources, types and limits of values.
+"""A configuration's vocabulary: terms, facts with sources, types and limits of values.
 
 Nothing is converted: the text "false" is not False, and a word in place of a number is an error.
 """
