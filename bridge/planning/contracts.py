@@ -12,7 +12,14 @@ from typing import Any
 
 from bridge.core.text import fold_problems
 from bridge.core.values import Format, main_dtype
-from bridge.planning.joined_and_cut import cut_blocks, fused_modules, half_kept, kept_modules, numbers_of_ranks, uneven
+from bridge.planning.joined_and_cut import (
+    cut_blocks,
+    fused_modules,
+    numbers_of_ranks,
+    partly_unquantized_modules,
+    uneven,
+    unquantized_modules,
+)
 from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Plan, Step
 from bridge.quant.describe import contract_words, numeric_words
@@ -289,9 +296,9 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
         yield from ((module, "no run and no source shows that it reads a quantized head") for module in _heads(plan))
     yield from _experts(contract, plan)
     if not contract.kept and formats:
-        yield from ((module, KEPT) for module in kept_modules(runtime.fused, plan))
+        yield from ((module, KEPT) for module in unquantized_modules(runtime.fused, plan))
     elif formats:
-        yield from ((module, HALF) for module in half_kept(runtime.fused, plan))
+        yield from ((module, HALF) for module in partly_unquantized_modules(runtime.fused, plan))
     dtype = main_dtype(o.spec for step in plan.steps if step.layout is Layout.PLAIN for o in step.outputs)
     plain = {"unquantized models": contract.plain} if not formats else {}
     rows = {words: contract.loads.get(words) for words in sorted(map(contract_words, formats))}

@@ -1,4 +1,4 @@
-"""Count the bytes and operations of a plan, and estimate how long its conversion takes."""
+"""Count a plan's bytes and operations, and estimate its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check a plan for a program that joins modules in one matrix, or cuts matrices across ranks.
+"""Check plans for programs that join matrices or cut them across ranks.
 
 `names`: what the program holds as one matrix, as `bridge.planning.contracts.Runtime.fused` has it.
 """
@@ -23,14 +23,14 @@ def fused_modules(names: Names, plan: Plan, followed: bool = False) -> set[str]:
     return {module for members in _joined(names, modules) for module in (members[:-1] if followed else members)}
 
 
-def kept_modules(names: Names, plan: Plan) -> list[str]:
+def unquantized_modules(names: Names, plan: Plan) -> list[str]:
     """The modules that the program joins with others and that stay unquantized."""
     last = {name for members in names for name in members}
     modules = [step.site.module for step in plan.steps if step.site and not step.format]
     return [module for module in modules if module.rpartition(".")[2] in last]
 
 
-def half_kept(names: Names, plan: Plan) -> list[str]:
+def partly_unquantized_modules(names: Names, plan: Plan) -> list[str]:
     """The modules that stay unquantized, though others of the same joined matrix, or of a layer's experts, do not.
 
     Experts of a layer may not differ in their formats either.

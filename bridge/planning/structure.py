@@ -1,4 +1,4 @@
-"""The structure of a model: from tables, or from a trace that is cached in the user's directory.
+"""The structure of a model: from tables, or from a cached trace.
 
 Tracing imports torch and takes seconds. A cached structure is used only if the same code traced it for the same config
 and tensors, and neither read nor stored where the code of models may have been patched. A cache never fails a plan.

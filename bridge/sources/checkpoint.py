@@ -18,9 +18,10 @@ from bridge.sources.config_json import config_file
 from bridge.sources.configs.diffusion import config_text, is_diffusion, without_architecture
 from bridge.sources.live_models import loading
 from bridge.sources.quantized.fields import MODELOPT_FILE
-from bridge.sources.side_files import Beside, pipeline_side_files, plain_side_files
+from bridge.sources.side_files import SideFiles, pipeline_side_files, plain_side_files
 from bridge.sources.source import SourceBase
 from bridge.sources.weights.shards import Weights
+from bridge.tables.model_types import names_with
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,9 +36,8 @@ PLAIN = {"config.json", GENERATION}  # beside the weights; without more, transfo
 class HfSource(SourceBase):
     """A directory with config.json and weights in the layout of `save_pretrained` or the hub.
 
-    A checkpoint of another dialect is one too, with its tensors under these names. It gives `beside`, its side files,
-    and `statistics`, if ModelOpt's quantizers were saved. `folder`: the part of a pipeline that the tensors are of, of
-    which all other files are side files; "" if it is none.
+    A checkpoint of another dialect is one too, with its tensors under these names; it gives its own `side_files`.
+    `folder`: the part of a pipeline that the tensors are of; all other files of the pipeline are then side files.
     """
 
     def __init__(
@@ -48,8 +48,7 @@ class HfSource(SourceBase):
         weights: Weights,
         tokenizer: Any = None,
         quantized: Quantized | None = None,
-        beside: Beside | None = None,
-        statistics: Statistics | None = None,
+        side_files: SideFiles | None = None,
         folder: str = "",
     ) -> None:
         self.root: Path = root
@@ -63,10 +62,10 @@ class HfSource(SourceBase):
         self._weights = weights
         self._tokenizer = tokenizer
         self.quantized = quantized
-        self._statistics = statistics
-        self._foreign = beside is not None
-        beside = beside or (pipeline_side_files(root, folder) if folder else plain_side_files(root, weights))
-        self.side_files, self.dropped = {**beside.files}, {**beside.dropped}
+        self.statistics: Statistics | None = None  # of ModelOpt's quantizers, which a foreign checkpoint may have
+        self._foreign = side_files is not None
+        copied = side_files or (pipeline_side_files(root, folder) if folder else plain_side_files(root, weights))
+        self.side_files, self.dropped = {**copied.files}, {**copied.dropped}
         if quantized and self.side_files.pop(MODELOPT_FILE, None):
             self.dropped[MODELOPT_FILE] = "says how the source is quantized, which the output says for itself"
         part = root / folder if folder else root
@@ -103,7 +102,7 @@ class HfSource(SourceBase):
 
     @cached_property  # read when it is asked for
     def calibration(self) -> Calibration | None:  # type: ignore[override]
-        return self._statistics.read() if self._statistics else None
+        return self.statistics.read() if self.statistics else None
 
     def load_model(self) -> Any:
         """Build the model with these weights, in their stored dtype and in eval mode."""
@@ -124,4 +123,5 @@ class HfSource(SourceBase):
 
     def _names_tokenizer(self) -> bool:
         """Whether transformers may make a tokenizer of the config alone: those of characters have no file."""
-        return "tokenizer_class" in self.config or self.config.get("model_type") in ("canine", "perceiver")
+        own = self.config.get("model_type") in names_with("tokenizer_without_file")
+        return own or "tokenizer_class" in self.config

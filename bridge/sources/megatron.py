@@ -17,7 +17,7 @@ from bridge.core.remote.path import as_path
 from bridge.core.values import Program
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.hf import foreign_directory, numbered_directories
-from bridge.sources.side_files import beside
+from bridge.sources.side_files import divide_files
 from bridge.sources.unsupported import one_checkpoint
 from bridge.sources.weights.ranks import RUN, open_ranks, rank_files, refuse_absent
 
@@ -78,7 +78,7 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     join, copies = _tensors(folder, declared)
     checkpoint = Foreign(
         root, str(model), "megatron", declared, join, given_config(folder, config),
-        lambda container: beside(folder, container.files, ("config.json", *read), named), copies,
+        lambda container: divide_files(folder, container.files, ("config.json", *read), named), copies,
         notes | _unreadable_states(folder),
     )  # fmt: skip
     return source_of(checkpoint, tokenizer)
@@ -138,20 +138,20 @@ def _configuration(folder: Folder, needs_tokenizer: bool) -> tuple[Declared, tup
     """Read the configuration; return its values, its file, and the tokenizer's files that it names."""
     from bridge.sources.configs.derive import Declared
     from bridge.sources.configs.tokenizer_files import named_tokenizer
-    from bridge.sources.configs.writers import megatron_told
+    from bridge.sources.configs.writers import declared_by_megatron
     from bridge.sources.configs.yaml_data import MAX_BYTES, read_yaml
 
     for name in CONFIGS:
         if name in folder.files:
             span = folder.files[name]
             raw = read_yaml(span.content(MAX_BYTES), span.name)
-            return megatron_told(name, raw), (name,), named_tokenizer(name, raw, folder, needs_tokenizer)
+            return declared_by_megatron(name, raw), (name,), named_tokenizer(name, raw, folder, needs_tokenizer)
     for name, state in _states(folder):
         arguments = state.get("args") if isinstance(state, dict) else None
         if isinstance(arguments, Mapping):
             if name == RUN:
                 _refuse_ranks(folder, arguments)
-            return megatron_told("common.pt: args", arguments, f"{name}: args"), (name,), {}
+            return declared_by_megatron("common.pt: args", arguments, f"{name}: args"), (name,), {}
     return Declared(), (), {}
 
 

@@ -11,7 +11,7 @@ from bridge.core.remote.path import as_path
 from bridge.core.values import Program, TensorSpec
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.hf import foreign_directory
-from bridge.sources.side_files import beside
+from bridge.sources.side_files import divide_files
 from bridge.sources.unsupported import one_checkpoint
 from bridge.sources.weights.ranks import Joined, open_ranks
 
@@ -38,7 +38,7 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     """Open the directory; without params.json, config= gives what the tensors do not tell."""
     from bridge.core.files.archive import open_folder
     from bridge.sources.configs.derive import Declared
-    from bridge.sources.configs.meta import meta_told
+    from bridge.sources.configs.meta import declared_by_meta
     from bridge.sources.dialects.opening import CutOf, Foreign, given_config, source_of
     from bridge.sources.weights.distributed import json_object
     from bridge.tables.dialects.dialect import Cut
@@ -48,7 +48,7 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     folder = open_folder(root)
     ranks = open_ranks(folder)
     params = json_object(folder, PARAMS)
-    declared = Declared() if params is None else meta_told(params)
+    declared = Declared() if params is None else declared_by_meta(params)
 
     specs = next((container.specs for container in ranks.values()), {})
     across = {EMBEDDING: Cut(1)} if _shared_along_in(specs) else {}
@@ -58,7 +58,7 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
 
     checkpoint = Foreign(
         root, str(model), "meta", declared, join, given_config(folder, config),
-        lambda read: beside(folder, read.files, ("config.json", PARAMS)),
+        lambda read: divide_files(folder, read.files, ("config.json", PARAMS)),
     )  # fmt: skip
     try:
         return source_of(checkpoint, tokenizer)

@@ -104,7 +104,7 @@ def open_adapted(
 
     adapter = open_adapter(root or cast(Path, as_path(model)), str(model))
     if tokenizer is not None:
-        adapter = replace(adapter, beside={})
+        adapter = replace(adapter, side_files={})
     return combined(_base(adapter, base, config, tokenizer), adapter, mode)
 
 

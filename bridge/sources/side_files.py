@@ -37,16 +37,16 @@ _READ = "its place is taken by the config.json that is made of it"
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Relative name -> file to copy, or its content; file -> why it is not copied."""
+class SideFiles:
+    """`files`: relative name -> file to copy, or its content. `dropped`: file -> why it is not copied."""
 
     files: Mapping[str, Path | bytes] = field(default_factory=dict)
     dropped: Mapping[str, str] = field(default_factory=dict)
 
 
-def beside(
+def divide_files(
     folder: Folder, used: Iterable[Span], read: Iterable[str], tokenizer: Mapping[str, str] | None = None
-) -> Beside:
+) -> SideFiles:
     """Divide the files of a checkpoint. `used`: files of weights; `read`: names of its own configuration.
 
     `tokenizer`: the tokenizer's files that the configuration names -> transformers' names for them.
@@ -76,7 +76,7 @@ def beside(
             dropped[name] = _READ
         else:
             dropped[name] = _RUN
-    return Beside(copied, dropped)
+    return SideFiles(copied, dropped)
 
 
 def plain_name(name: str) -> str:
@@ -102,7 +102,7 @@ def _tokenizer(files: Mapping[str, Span]) -> set[str]:
     return by_directory.get(best, set())
 
 
-def plain_side_files(root: Path, weights: Weights) -> Beside:
+def plain_side_files(root: Path, weights: Weights) -> SideFiles:
     """Divide the other files of a Hugging Face directory: all are copied but weights, models and links."""
     copied: dict[str, Path | bytes] = {}
     dropped = dict(weights.ignored)
@@ -124,10 +124,10 @@ def plain_side_files(root: Path, weights: Weights) -> Beside:
             dropped[name] = "weights or training state that the checkpoint's index does not name"
         else:
             copied[name] = path
-    return Beside(copied, dropped)
+    return SideFiles(copied, dropped)
 
 
-def pipeline_side_files(root: Path, part: str) -> Beside:
+def pipeline_side_files(root: Path, part: str) -> SideFiles:
     """Divide the files of a diffusers pipeline: all are copied but the config and the weights of `part`.
 
     Of another part that has safetensors, weights of variants and of other formats are left behind.
@@ -154,7 +154,7 @@ def pipeline_side_files(root: Path, part: str) -> Beside:
             copied[name] = path
         else:
             dropped[name] = "a variant of weights that are copied, or of another format"
-    return Beside(copied, dropped)
+    return SideFiles(copied, dropped)
 
 
 def _plain_weights(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The Protocols of a source and of a kind of sources, and what most sources share."""
+"""The Protocols of sources and their kinds; what most sources share."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from bridge.core.values import Program
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.config_json import settle_config
 from bridge.sources.hf import foreign_directory, numbered_directories
-from bridge.sources.side_files import Beside, beside
+from bridge.sources.side_files import SideFiles, divide_files
 from bridge.sources.unsupported import one_checkpoint, quantized
 
 WRITTEN_BY = (
@@ -57,13 +57,13 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
             "one again"
         )
     given = given_config(folder, config)
-    copied = beside(folder, container.files, ("config.json",))
+    copied = divide_files(folder, container.files, ("config.json",))
     settled = {} if given is None else settle_config({"architectures": ["unknown"]}, given)
     if settled and (weights := unwrapped(str(model), settled, container)):
         if problems := quantized(None, settled, weights.specs):
             raise listed(str(model), problems)
         dropped = {**copied.dropped, **notes, **training(container), **weights.ignored}
-        return HfSource(at, str(model), settled, weights, tokenizer, beside=Beside(copied.files, dropped))
+        return HfSource(at, str(model), settled, weights, tokenizer, side_files=SideFiles(copied.files, dropped))
     if hugging_faces(container.specs):
         raise SourceError(
             f"{model}: its tensors have Hugging Face names ({named(container.specs)}), but nothing says of which "

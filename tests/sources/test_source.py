@@ -98,11 +98,11 @@ def test_it_is_written_as_the_same_model_of_ours(plain: Plain, tmp_path: Path) -
 
 
 def test_sources_of_this_package_derive_from_the_base() -> None:
-    from bridge.sources.adapted.kept import KeptSource
+    from bridge.sources.adapted.copied import CopiedAdapterSource
     from bridge.sources.adapted.source import AdaptedSource
     from bridge.sources.checkpoint import HfSource
     from bridge.sources.live_models.trained import TrainedSource
     from bridge.sources.pruned.source import PrunedSource
 
-    assert all(issubclass(kind, Wrapped) for kind in (AdaptedSource, KeptSource, PrunedSource, TrainedSource))
+    assert all(issubclass(kind, Wrapped) for kind in (AdaptedSource, CopiedAdapterSource, PrunedSource, TrainedSource))
     assert issubclass(HfSource, SourceBase) and issubclass(MemorySource, SourceBase)

@@ -1,4 +1,4 @@
-"""A cache of what a function reads from a file, until the file changes."""
+"""Cache what a function reads from a file until it changes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Models with a LoRA adapter, merged or kept beside."""
+"""Models with a LoRA adapter, which is merged or copied."""

@@ -32,8 +32,8 @@ _VOCABULARIES = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt",
 class Adapter:
     """`specs` and `read` have names without peft's `base_model.model.`.
 
-    `half`: peft computes with factors of 16 bits as they are, as in memory; those of a file it widens first. `beside`:
-    its tokenizer, which goes before the base's.
+    `half`: peft computes with factors of 16 bits as they are, as in memory; those of a file it widens first.
+    `side_files`: its tokenizer, which goes before the base's.
     """
 
     where: str
@@ -45,7 +45,7 @@ class Adapter:
     digest: str
     half: bool = False
     root: Path | None = None
-    beside: Mapping[str, Path | bytes] | None = None
+    side_files: Mapping[str, Path | bytes] | None = None
 
     def tensor(self, name: str) -> Any:
         """A torch tensor; a factor is widened as peft widens it."""
@@ -91,7 +91,7 @@ def open_adapter(root: Path, where: str) -> Adapter:
     return Adapter(
         where, _name(where), settings, specs, lambda name: file.read(stored[name]),
         lambda name, begin, end: file.read_rows(stored[name], begin, end), digest.hexdigest(), root=root,
-        beside=tokenizer if _VOCABULARIES & tokenizer.keys() else {},
+        side_files=tokenizer if _VOCABULARIES & tokenizer.keys() else {},
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def live_adapter(where: str, name: str, content: Mapping[str, Any], state: Mappi
         lambda name, begin, end: read(name)[begin:end],
         digest.hexdigest(),
         half=True,
-        beside={},
+        side_files={},
     )
 
 

@@ -28,7 +28,7 @@ def mode_of(model: object, out: Path) -> str | None:
     """How an adapter became part of an output; None for a model that is no adapter."""
     if not recognizes(model):
         return None
-    from bridge.sources.adapted.kept import FOLDER
+    from bridge.sources.adapted.copied import FOLDER
 
     return "keep" if (out / FOLDER / CONFIG).is_file() else "merge"
 
@@ -49,10 +49,10 @@ def is_peft_model(model: object) -> bool:
 def combined(base: Source, adapter: Adapter, mode: str) -> Source:
     """Merge the adapter into its base while it is read, or keep it beside."""
     if mode == "keep":
-        from bridge.sources.adapted.kept import KeptSource, check_kept
+        from bridge.sources.adapted.copied import CopiedAdapterSource, check_copied_adapter
 
-        check_kept(adapter)
-        return KeptSource(base, adapter)
+        check_copied_adapter(adapter)
+        return CopiedAdapterSource(base, adapter)
     if base.quantized:
         raise SourceError(
             f"{adapter.where}: its base {base.where} is quantized, and LoRA is not merged into codes; keep the adapter "

@@ -85,7 +85,7 @@ class AdaptedSource(Wrapped):
     @cached_property
     def side_files(self) -> dict[str, Path | bytes]:
         """The base's, but the adapter's tokenizer if it has one."""
-        files, own = dict(self.base.side_files), self.adapter.beside or {}
+        files, own = dict(self.base.side_files), self.adapter.side_files or {}
         if own:
             files = {name: file for name, file in files.items() if name not in TOKENIZER or name not in _REPLACED}
         return {**files, **own}
@@ -188,7 +188,7 @@ class AdaptedSource(Wrapped):
 
     def load_tokenizer(self) -> Any:
         """The adapter's if it has one, else the base's."""
-        if self.adapter.beside and self.adapter.root:
+        if self.adapter.side_files and self.adapter.root:
             return loading.gathered_tokenizer(self.side_files, self.where)
         return self.base.load_tokenizer()
 

@@ -104,7 +104,7 @@ def _entries(given: Any) -> Given:
     if whole.get("architectures") == ["not given"]:
         del whole["architectures"]
     entries = {_RENAMED.get(name, name): value for name, value in whole.items() if name != "architectures" or value}
-    return Given(entries, given.beside if isinstance(given, Given) else ())
+    return Given(entries, given.from_checkpoint if isinstance(given, Given) else ())
 
 
 def _gates(terms: Facts) -> dict[str, Fact]:

@@ -1,4 +1,4 @@
-"""The vocabulary of a model's configuration: terms, facts with their sources, types and limits of values.
+"""A configuration's vocabulary: terms, facts with sources, types and limits of values.
 
 Nothing is converted: the text "false" is not False, and a word in place of a number is an error.
 """
@@ -25,21 +25,21 @@ Facts = Mapping[str, Fact]
 
 
 class Given(dict[str, Any]):
-    """The caller's entries of config.json, over those of the checkpoint's own (`beside`)."""
+    """The caller's entries of config.json, over those of the checkpoint's own (`from_checkpoint`)."""
 
-    def __init__(self, entries: Mapping[str, Any], beside: Collection[str] = ()) -> None:
+    def __init__(self, entries: Mapping[str, Any], from_checkpoint: Collection[str] = ()) -> None:
         super().__init__(entries)
-        self.beside = {*beside}
+        self.from_checkpoint = {*from_checkpoint}
 
     def where(self, *names: str) -> str:
         """The source of entries, for a message."""
-        return f"{'config.json' if self.beside.issuperset(names) else 'config='}: {', '.join(names)}"
+        return f"{'config.json' if self.from_checkpoint.issuperset(names) else 'config='}: {', '.join(names)}"
 
     def rename(self, old: str, new: str) -> None:
         """Rename an entry, if it is there."""
         if old in self:
             self[new] = self.pop(old)
-            self.beside |= {new} if old in self.beside else set()
+            self.from_checkpoint |= {new} if old in self.from_checkpoint else set()
 
 
 # Term -> the question for a missing one. Dims are those of mappings/roles.toml, and a few more.

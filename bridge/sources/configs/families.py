@@ -257,7 +257,7 @@ def check_families() -> list[str]:
     return problems
 
 
-def _alike(family: Family, first: dict[str, Family]) -> Iterator[str]:
+def _ambiguous_classes(family: Family, first: dict[str, Family]) -> Iterator[str]:
     """Yield classes that another family has too, if `tell` does not distinguish the two."""
     for name in family.classes:
         other = first.setdefault(name, family)
@@ -277,7 +277,7 @@ def check_family(table: ArchTable, first: dict[str, Family] | None = None) -> li
         return [str(error)]
     if family is None:
         return []
-    return [*_missing(family, table), *_alike(family, {} if first is None else first)]
+    return [*_missing(family, table), *_ambiguous_classes(family, {} if first is None else first)]
 
 
 def _missing(family: Family, table: ArchTable) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from bridge.core.mappings import mappings, read_table
 from bridge.sources.configs.facts import (
     COUNT,
     FACTOR,
@@ -21,86 +22,10 @@ from bridge.sources.configs.facts import (
     target,
 )
 
-TERMS = {
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "num_attention_heads": "heads",
-    "num_query_groups": "kv_heads",
-    "kv_channels": "head_dim",
-    "ffn_hidden_size": "ffn",
-    "vocab_size": "vocab",
-    "layernorm_epsilon": "eps",
-    "gated_linear_unit": "gated",
-    "layernorm_zero_centered_gamma": "centered",
-    "share_embeddings_and_output_weights": "tied",
-    "qk_layernorm": "qk_norm",
-    "rotary_base": "theta",
-    "rotary_percent": "partial",
-    "rotary_interleaved": "interleaved",
-    "apply_embedding_scaling": "embed_scaled",
-    "softmax_scale": "softmax_scale",
-    "query_pre_attn_scalar": "query_scale",
-    "attn_logit_softcapping": "attn_softcap",
-    "final_logit_softcapping": "logit_softcap",
-    "activation_func_clamp_value": "clamp",
-    "glu_linear_offset": "up_offset",
-    "interleaved_attn_pattern": "pattern",
-    "multi_latent_attention": "mla",
-    "q_lora_rank": "q_rank",
-    "kv_lora_rank": "kv_rank",
-    "qk_head_dim": "nope_dim",
-    "qk_pos_emb_head_dim": "rope_dim",
-    "v_head_dim": "v_dim",
-}
-EXPERT_TERMS = {
-    "num_moe_experts": "experts",
-    "moe_ffn_hidden_size": "moe_ffn",
-    "moe_shared_expert_intermediate_size": "shared_ffn",
-    "moe_router_topk": "top_k",
-    "moe_router_score_function": "score",
-    "moe_router_enable_expert_bias": "expert_bias",
-    "moe_router_num_groups": "router_groups",
-    "moe_router_group_topk": "top_groups",
-    "moe_router_topk_scaling_factor": "routed_scale",
-}
-# Fields that change a model's output and that no supported family has -> the value in supported models.
-_PLAIN: Mapping[str, object] = {
-    "apply_residual_connection_post_layernorm": False,
-    "attention_output_gate": False,
-    "qk_l2_norm": False,
-    "no_rope_freq": None,
-    "nope_layer_interval": None,
-    "heterogeneous_block_specs": False,
-    "linear_attention_freq": None,
-    "experimental_attention_variant": None,
-    "mrope_section": None,
-    "is_hybrid_model": False,
-    "moe_shared_expert_gate": False,
-    "moe_apply_probs_on_input": False,
-    "moe_latent_size": None,
-    "drop_layers": [],
-    "mcore_gpt": True,  # from here on NeMo 1's own
-    "transformer_block_type": "pre_ln",
-    "headscale": False,
-    "normalize_attention_scores": True,
-    "attention_type": "multihead",
-}
-_ACTIVATIONS = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
-    "fast_gelu": "gelu_pytorch_tanh",
-    "openai_gelu": "gelu_pytorch_tanh",
-    "openai_gelu_func": "gelu_pytorch_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "relu2": "relu2",
-    "squared_relu": "relu2",
-}
-_SINKS = {"vanilla": False, "learnable": True}
-_NORMS = {"RMSNorm": False, "LayerNorm": True}
-# Megatron-Core's defaults for experts.
-_EXPERT_DEFAULTS: Mapping[str, object] = {"router_groups": 1, "top_groups": 1, "routed_scale": 1.0}
+_TABLE = read_table(mappings() / "megatron_fields.toml")
+TERMS, EXPERT_TERMS, _ACTIVATIONS = map(_TABLE.texts, ("terms", "expert_terms", "activations"))
+_SINKS, _NORMS, _EXPERT_DEFAULTS = map(_TABLE.section, ("sinks", "layer_norm", "expert_defaults"))
+_PLAIN = {name: None if value == "none" else value for name, value in _TABLE.section("unsupported").items()}
 # Llama 3.1's numbers, constants in Megatron-Core's code.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _YARN: Mapping[str, Kind] = {
@@ -167,7 +92,7 @@ def megatron_terms(fields: Facts) -> tuple[dict[str, Fact], list[str]]:
     return terms, problems
 
 
-def unsaid(fields: Facts) -> tuple[str, ...]:
+def terms_without_value(fields: Facts) -> tuple[str, ...]:
     """Return terms that the fields mention without a value.
 
     Megatron-Bridge's provider of gpt-oss has YaRN's numbers as attributes, which run_config.yaml does not store.

@@ -48,7 +48,7 @@ _PUBLISHED: Mapping[tuple[object, ...], tuple[float | None, int]] = {
 }  # fmt: skip
 
 
-def meta_told(params: Any, where: str = "params.json") -> Declared:
+def declared_by_meta(params: Any, where: str = "params.json") -> Declared:
     """Read params.json; a missing value is Meta's default or asked for, an unknown key is a problem."""
     if not isinstance(params, Mapping):
         raise SourceError(f"{where}: not a JSON object")

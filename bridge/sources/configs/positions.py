@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bridge.tables.model_types import sizes_of
+
 
 def positions(config: Mapping[str, Any]) -> int | None:
     """The positions of the tokens that a model reads: those of its encoder if it has one beside a decoder."""
@@ -30,9 +32,10 @@ def image_positions(config: Mapping[str, Any]) -> int:
 
     Numbers that config.json leaves out are transformers' defaults.
     """
-    if config.get("model_type") != "mllama":
+    defaults = sizes_of("cross_attention_image", config.get("model_type"))
+    if defaults is None:
         return 0
-    vision = {"max_num_tiles": 4, "image_size": 448, "patch_size": 14} | dict(config.get("vision_config") or {})
+    vision = defaults | dict(config.get("vision_config") or {})
     side = int(vision["image_size"]) // int(vision["patch_size"])
     return int(vision["max_num_tiles"]) * (side * side + 1)
 

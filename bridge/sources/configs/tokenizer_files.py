@@ -1,4 +1,4 @@
-"""The tokenizer's files that a configuration names, and the ids of special tokens in them.
+"""A tokenizer's files that a configuration names, and their special tokens' ids.
 
 A training checkpoint's own configuration has no ids, and without an end a served model never stops. NeMo 1 writes
 `nemo:` before the name of a member of its archive, NeMo 2 paths below `context/`. Other words are paths of the training

@@ -2,7 +2,7 @@
 
 Messages show the name that a field has in its file. Nothing that a file names is imported.
 
-declared = megatron_told("run_config.yaml", read_yaml(text, "run_config.yaml"))
+declared = declared_by_megatron("run_config.yaml", read_yaml(text, "run_config.yaml"))
 derived  = hf_config("the/checkpoint", "megatron", declared, specs, given=config)
 derived.config, derived.terms["centered"]
 """
@@ -17,7 +17,7 @@ from bridge.core.errors import SourceError
 from bridge.core.text import nearest
 from bridge.sources.configs.derive import Declared
 from bridge.sources.configs.facts import Fact, shown
-from bridge.sources.configs.megatron import megatron_terms, unsaid
+from bridge.sources.configs.megatron import megatron_terms, terms_without_value
 
 # NeMo 1's name -> Megatron-Core's name, NeMo's default if the file has no such field.
 _NEMO1: Mapping[str, tuple[str, object]] = {
@@ -174,15 +174,15 @@ def _referred(value: Any, model: Mapping[str, Any], depth: int) -> Any:
     return _referred(model[match[1]], model, depth + 1) if match and match[1] in model else value
 
 
-def megatron_told(kind: str, raw: Any, where: str | None = None) -> Declared:
+def declared_by_megatron(kind: str, raw: Any, where: str | None = None) -> Declared:
     """Read the terms of a configuration; `kind`: its file, as `WRITERS` names it.
 
     >>> raw = {"config": {"_target_": "nemo...Llama2Config7B", "num_layers": 3}}
-    >>> megatron_told("context/model.yaml", raw).terms["layers"]
+    >>> declared_by_megatron("context/model.yaml", raw).terms["layers"]
     Fact(value=3, where='context/model.yaml: config.num_layers')
     """
     if kind not in WRITERS:
         raise SourceError(f"{kind}: not a known configuration; {nearest(kind, WRITERS)}")
     fields = WRITERS[kind](raw, where or kind)
     terms, problems = megatron_terms(fields)
-    return Declared(terms, tuple(problems), unsaid(fields))
+    return Declared(terms, tuple(problems), terms_without_value(fields))

@@ -22,7 +22,7 @@ from bridge.sources.configs.facts import Given
 from bridge.sources.configs.tokenizer_files import token_ids
 from bridge.sources.dialects.tensors import weights_of
 from bridge.sources.quantized.megatron import Statistics, quantizer_state, refuse_changed, unsmoothed
-from bridge.sources.side_files import Beside
+from bridge.sources.side_files import SideFiles
 from bridge.sources.weights.containers import Container
 from bridge.sources.weights.distributed import json_object
 from bridge.sources.weights.ranks import Joined, Rank
@@ -42,7 +42,7 @@ Join = Callable[[CutOf], Container]  # joins the shares of ranks, which the dial
 class Foreign:
     """A checkpoint in its own names. `join`: its tensors; whole ones ignore how ranks would cut them.
 
-    `given`: the checkpoint's config.json and the caller's `config=`. `beside`: the side files, given the container.
+    `given`: the checkpoint's config.json and the caller's `config=`. `side_files`: those to copy, given the container.
     `copies`: heads that the configuration ties to the embedding but that are stored; the conversion compares the two.
     `notes`: other files and directories -> why they are not read.
     """
@@ -53,7 +53,7 @@ class Foreign:
     declared: Declared
     join: Join
     given: Any = None
-    beside: Callable[[Container], Beside] = lambda _: Beside()
+    side_files: Callable[[Container], SideFiles] = lambda _: SideFiles()
     copies: Collection[str] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -73,17 +73,18 @@ def source_of(checkpoint: Foreign, tokenizer: Any = None) -> HfSource:
     container = checkpoint.join(lambda name: row.cut if (row := row_of(name)) else None)
     others = {**_objects(container), **state}
     tensors, translation = translate(dialect, derived.config, dims, _without(container, state).values(), where, others)
-    copied = checkpoint.beside(container)
+    copied = checkpoint.side_files(container)
     statistics = Statistics(where, translation.architecture, container, translation.native, tensors)
     reasons = _folded(translation.ignored | statistics.reasons(state))
     dropped = {**copied.dropped, **checkpoint.notes, **training(container), **reasons}
     weights = weights_of(unsmoothed(where, container), translation.native, tensors)
     # null in the derived config, unless the caller gave them
     ids = {name: value for name, value in token_ids(copied.files).items() if derived.config.get(name, 0) is None}
-    return HfSource(
-        checkpoint.root, where, derived.config | ids, replace(weights, dialect=checkpoint.dialect), tokenizer,
-        beside=Beside(copied.files, dropped), statistics=statistics if state else None,
-    )  # fmt: skip
+    weights = replace(weights, dialect=checkpoint.dialect)
+    side_files = SideFiles(copied.files, dropped)
+    source = HfSource(checkpoint.root, where, derived.config | ids, weights, tokenizer, side_files=side_files)
+    source.statistics = statistics if state else None
+    return source
 
 
 def training(container: Container) -> dict[str, str]:

@@ -21,6 +21,7 @@ from bridge.core.errors import SourceError
 from bridge.core.text import natural
 from bridge.core.values import TensorSpec
 from bridge.sources.configs.diffusion import is_diffusion_model
+from bridge.tables.model_types import names_with
 from bridge.tracker.tensors import tensors_in
 
 STACK = 3  # axes
@@ -208,7 +209,7 @@ def _of_expert(model: Any, live: str, expert: int, projection: str) -> LiveSlice
 
 def is_turned(experts: Any) -> bool:
     """Whether a module of experts has its matrices as [in, out]."""
-    return bool(getattr(experts, "is_transposed", type(experts).__name__ == "Llama4TextExperts"))
+    return bool(getattr(experts, "is_transposed", type(experts).__name__ in names_with("transposed_experts")))
 
 
 def _as_stored(origin: Origin, spec: TensorSpec | None) -> Origin:

@@ -19,7 +19,7 @@ from bridge.core.values import TensorSpec
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.configs.derive import Declared
 from bridge.sources.configs.facts import Fact
-from bridge.sources.configs.megatron import megatron_terms, unsaid
+from bridge.sources.configs.megatron import megatron_terms, terms_without_value
 from bridge.sources.dialects.opening import STATE, Foreign, source_of
 from bridge.sources.dialects.tensors import weights_of
 from bridge.sources.memory import bits_of
@@ -56,7 +56,7 @@ def open_live(model: Any) -> HfSource:
     where = f"{type(model).__name__} in memory"
     fields = {name: Fact(value, f"{where}: {name}") for name, value in _fields(model).items() if value is not None}
     terms, problems = megatron_terms(fields)
-    declared = Declared(terms, tuple(problems), unsaid(fields))
+    declared = Declared(terms, tuple(problems), terms_without_value(fields))
     tensors = _Tensors(model)
     return source_of(Foreign(Path(), where, "megatron", declared, lambda _: tensors))
 

@@ -58,7 +58,7 @@ class Sparse:
         if (norms := self.norms.get(name)) is not None:
             first = begin if axis + rows.ndim == 0 else 0
             values *= _along(norms, rows, axis, begin, first)
-        return np.where(kept_of_four(values, axis), rows, rows.dtype.type(0))
+        return np.where(largest_two_of_four(values, axis), rows, rows.dtype.type(0))
 
 
 def check_sparse(sparse: str, method: str, cut_too: bool) -> None:
@@ -91,7 +91,7 @@ def sparse_axes(matched: Matched, shapes: Mapping[str, tuple[int, ...]]) -> tupl
     return axes, uneven
 
 
-def kept_of_four(magnitudes: np.ndarray, axis: int) -> np.ndarray:
+def largest_two_of_four(magnitudes: np.ndarray, axis: int) -> np.ndarray:
     """Return where to keep two of each four along an axis: the pair with the largest sum, in float32.
 
     `magnitudes`: float32, not negative; the axis has a multiple of four. The same choice as ModelOpt's `m4n2_1d`, also

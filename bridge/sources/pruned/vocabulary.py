@@ -1,4 +1,4 @@
-"""Choose the tokens that a smaller vocabulary keeps, with the merges that make them."""
+"""Choose the tokens of a smaller vocabulary, and their merges."""
 
 from __future__ import annotations
 

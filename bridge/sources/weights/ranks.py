@@ -167,7 +167,7 @@ def _join(where: str, name: str, shares: list[_Share], cut: Cut | None) -> Tiled
         shown = ", ".join(sorted({f"{spec.dtype} {spec.shape}" for spec in specs}))
         raise SourceError(f"its ranks differ in shape or dtype: {shown}")
     if cut is None or len(shares) == 1:
-        read = partial(_read_alike, where, name, shares)
+        read = partial(_read_identical, where, name, shares)
         tile = Tile((0,) * len(first.shape), first.shape, read, partial(shares[0].place, 0))
         return TiledTensor(TensorSpec(name, first.shape, first.dtype), [tile])
     axis, blocks = cut.axis, cut.blocks
@@ -186,7 +186,7 @@ def _join(where: str, name: str, shares: list[_Share], cut: Cut | None) -> Tiled
     return TiledTensor(TensorSpec(name, shape, first.dtype), parts)
 
 
-def _read_alike(where: str, name: str, shares: list[_Share], begin: int, end: int, out: np.ndarray) -> np.ndarray:
+def _read_identical(where: str, name: str, shares: list[_Share], begin: int, end: int, out: np.ndarray) -> np.ndarray:
     """Read a tensor that every rank has a copy of; SourceError if the copies differ."""
     first, *others = shares
     first.read(0, begin, end, out)

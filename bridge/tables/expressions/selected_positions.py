@@ -1,4 +1,4 @@
-"""Compute the positions in a tensor that the kept parts of its roles select.
+"""Compute the positions in a tensor that kept parts select.
 
 A row's ops order the positions of its roles; the same ops order the kept ones. So a tensor is cut without a rule of its
 own: fused, interleaved, transposed and stacked ones alike.

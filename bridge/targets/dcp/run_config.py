@@ -15,7 +15,7 @@ from bridge.core.values import TensorSpec
 from bridge.sources.configs.derive import hf_config
 from bridge.sources.configs.families import Family, family_in
 from bridge.sources.configs.megatron import EXPERT_TERMS, TERMS
-from bridge.sources.configs.writers import megatron_told
+from bridge.sources.configs.writers import declared_by_megatron
 from bridge.tables.architectures.match import Matched
 from bridge.tables.dialects.layout import Roles
 
@@ -74,7 +74,7 @@ def check(
     """Read the section back with the planned tensors; PlanError lists every field that would differ."""
     family = _family(matched)
     try:
-        derived = hf_config("run_config.yaml", "megatron", megatron_told(KIND, {"model": section}), specs).config
+        derived = hf_config("run_config.yaml", "megatron", declared_by_megatron(KIND, {"model": section}), specs).config
     except SourceError as error:
         raise PlanError(f"{UNSUPPORTED} {error}") from error
     terms = _terms(config, matched, family)

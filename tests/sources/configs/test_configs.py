@@ -12,7 +12,7 @@ import yaml
 from bridge.core.errors import SourceError
 from bridge.core.values import TensorSpec
 from bridge.sources.configs.derive import hf_config
-from bridge.sources.configs.writers import megatron_told
+from bridge.sources.configs.writers import declared_by_megatron
 from bridge.sources.configs.yaml_data import read_yaml
 from bridge.tables.architectures.arch import load_arch
 from bridge.tables.architectures.structure import structure
@@ -61,7 +61,7 @@ def test_megatron_bridges_own_dump_tells_everything() -> None:
     found = megatron_oracle.in_bridge().map(megatron_bridge_process.run_config, FAMILIES, repeat(1), repeat(1))
     dumps = dict(zip(FAMILIES, found, strict=True))
     for name, text in dumps.items():
-        told = megatron_told("run_config.yaml", read_yaml(text, "run_config.yaml"))
+        told = declared_by_megatron("run_config.yaml", read_yaml(text, "run_config.yaml"))
         config = hf_config(name, "megatron", told, native(FAMILIES[name])).config
         assert expected(FAMILIES[name]).items() <= config.items(), name
 
@@ -72,7 +72,7 @@ def as_dumped(raw: dict[str, Any], name: str) -> Any:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_nemo2_tells_everything(name: str) -> None:
-    told = megatron_told("context/model.yaml", as_dumped(nemo2(FAMILIES[name]), "context/model.yaml"))
+    told = declared_by_megatron("context/model.yaml", as_dumped(nemo2(FAMILIES[name]), "context/model.yaml"))
     config = hf_config(name, "megatron", told, native(FAMILIES[name])).config
     assert expected(FAMILIES[name]).items() <= config.items()
 
@@ -87,7 +87,7 @@ def test_nemo1_and_megatron_lm_tell_everything_but_the_vocabulary(name: str, kin
         raw = dict(vars(megatron_lm(family, 1, 1)))
     else:
         raw = as_dumped({"bias_activation_fusion": False, "scale_factor": 4.0} | nemo1(family, 1, 1), kind)
-    told = megatron_told(kind, raw)
+    told = declared_by_megatron(kind, raw)
     with pytest.raises(SourceError, match=r'config=\{"vocab_size": ...\}(.|\n)*the tensors have 144 rows'):
         hf_config(name, "megatron", told, native(family))
     config = hf_config(name, "megatron", told, native(family), {"vocab_size": VOCAB}).config
@@ -101,7 +101,7 @@ def test_nemo1_and_megatron_lm_tell_everything_but_the_vocabulary(name: str, kin
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_builds_the_model_that_the_tensors_fit(name: str) -> None:
     family = FAMILIES[name]
-    told = megatron_told("context/model.yaml", nemo2(family))
+    told = declared_by_megatron("context/model.yaml", nemo2(family))
     specs = native(family)
     config = hf_config(name, "megatron", told, specs).config
     made = native_shapes.built(config)
@@ -129,7 +129,7 @@ def test_transformers_builds_the_model_that_the_tensors_fit(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_field_that_the_table_reads_is_written(name: str) -> None:
-    told = megatron_told("context/model.yaml", nemo2(FAMILIES[name]))
+    told = declared_by_megatron("context/model.yaml", nemo2(FAMILIES[name]))
     config = hf_config(name, "megatron", told, native(FAMILIES[name])).config
     table = load_arch(config["architectures"][0])
     assert table is not None
@@ -147,7 +147,7 @@ def test_every_field_that_the_table_reads_is_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.experts])
 def test_the_table_covers_the_model_exactly(name: str) -> None:
-    told = megatron_told("context/model.yaml", nemo2(FAMILIES[name]))
+    told = declared_by_megatron("context/model.yaml", nemo2(FAMILIES[name]))
     config = hf_config(name, "megatron", told, native(FAMILIES[name])).config
     found = structure(config, native_shapes.built(config))
     assert len(found.attention) == LAYERS
@@ -157,27 +157,27 @@ def test_the_table_covers_the_model_exactly(name: str) -> None:
 @pytest.mark.parametrize("options", [{"stacked": False}, {"stacked": False, "grouped": False}, {"prefix": "module."}])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3-moe"])
 def test_layers_and_experts_count_however_they_are_stored(name: str, options: dict[str, Any]) -> None:
-    told = megatron_told("context/model.yaml", nemo2(FAMILIES[name]))
+    told = declared_by_megatron("context/model.yaml", nemo2(FAMILIES[name]))
     stacked = hf_config(name, "megatron", told, native(FAMILIES[name])).config
     assert hf_config(name, "megatron", told, native(FAMILIES[name], **options)).config == stacked
 
 
 def test_the_dtype_is_the_one_that_is_stored() -> None:
-    told = megatron_told("context/model.yaml", nemo2(FAMILIES["llama"]))  # says float32
+    told = declared_by_megatron("context/model.yaml", nemo2(FAMILIES["llama"]))  # says float32
     assert hf_config("x", "megatron", told, native(FAMILIES["llama"])).config["dtype"] == "bfloat16"
 
 
 def test_no_token_of_another_tokenizer_is_taken_over() -> None:
-    told = megatron_told("context/model.yaml", nemo2(FAMILIES["llama"]))
+    told = declared_by_megatron("context/model.yaml", nemo2(FAMILIES["llama"]))
     config = hf_config("x", "megatron", told, native(FAMILIES["llama"])).config
     assert all(config[name] is None for name in ("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 def test_norms_tell_whether_they_are_centered() -> None:
     for name, centered in (("gemma", True), ("nemotron", True), ("llama", False)):
-        told = megatron_told("context/model.yaml", nemo2(FAMILIES[name]))
+        told = declared_by_megatron("context/model.yaml", nemo2(FAMILIES[name]))
         assert hf_config("x", "megatron", told, native(FAMILIES[name])).terms["centered"].value is centered
-    told = megatron_told("model_config.yaml", nemo1(FAMILIES["gemma"], 1, 1))  # adds the one when it imports
+    told = declared_by_megatron("model_config.yaml", nemo1(FAMILIES["gemma"], 1, 1))  # adds the one when it imports
     derived = hf_config("x", "megatron", told, native(FAMILIES["gemma"]), {"vocab_size": VOCAB})
     assert derived.terms["centered"].value is False
 
@@ -186,7 +186,7 @@ def config_of(change: dict[str, Any], *, base: str = "llama", given: Any = None,
     """The config.json of NeMo 2's configuration with fields changed, and of tensors that fit it."""
     raw = nemo2(FAMILIES[base])
     raw["config"] |= change
-    told = megatron_told("context/model.yaml", as_dumped(raw, "context/model.yaml"))
+    told = declared_by_megatron("context/model.yaml", as_dumped(raw, "context/model.yaml"))
     return hf_config("x", "megatron", told, native_shapes.megatron(**shapes), given).config
 
 
@@ -249,11 +249,11 @@ def test_dense_layers_among_experts_are_named() -> None:
     }
     raw = nemo2(FAMILIES["qwen3-moe"])
     raw["config"]["moe_layer_freq"] = [1, 0, 1]
-    config = hf_config("x", "megatron", megatron_told("context/model.yaml", raw), shapes).config
+    config = hf_config("x", "megatron", declared_by_megatron("context/model.yaml", raw), shapes).config
     assert config["mlp_only_layers"] == [1]
     assert native_shapes.built(config)["model.layers.1.mlp.gate_proj.weight"].shape == (FFN, HIDDEN)
     raw["config"]["moe_layer_freq"] = 2  # layers 0 and 2
-    assert hf_config("x", "megatron", megatron_told("context/model.yaml", raw), shapes).config == config
+    assert hf_config("x", "megatron", declared_by_megatron("context/model.yaml", raw), shapes).config == config
 
 
 def test_deepseek_v3_of_megatron() -> None:
@@ -285,7 +285,7 @@ def config_of_latent(given: Any = None, specs: dict[str, TensorSpec] | None = No
         "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_type": "yarn",
         "qk_clip": False,
     } | change  # fmt: skip
-    told = megatron_told("context/model.yaml", as_dumped(raw, "context/model.yaml"))
+    told = declared_by_megatron("context/model.yaml", as_dumped(raw, "context/model.yaml"))
     return hf_config("x", "megatron", told, specs or native_shapes.megatron_latent(), given).config
 
 
@@ -329,7 +329,7 @@ def test_only_the_first_layers_may_be_dense() -> None:
     turned = {name.replace("layers.9.", "layers.1."): spec for name, spec in turned.items()}
     given = {"num_attention_heads": 6, "architectures": ["DeepseekV3ForCausalLM"]}
     with pytest.raises(SourceError, match="since only the first layers may be dense; but layers that have no router"):
-        hf_config("x", "megatron", megatron_told("context/model.yaml", {"config": {}}), turned, given)
+        hf_config("x", "megatron", declared_by_megatron("context/model.yaml", {"config": {}}), turned, given)
 
 
 def test_shapes_alone_leave_only_what_they_cannot_tell() -> None:
@@ -337,7 +337,7 @@ def test_shapes_alone_leave_only_what_they_cannot_tell() -> None:
         "architectures": ["Qwen3ForCausalLM"], "vocab_size": ROWS, "rms_norm_eps": 1e-6, "hidden_act": "silu",
         "max_position_embeddings": 77, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
     }  # fmt: skip
-    told = megatron_told("context/model.yaml", {"config": {}})
+    told = declared_by_megatron("context/model.yaml", {"config": {}})
     config = hf_config("x", "megatron", told, native_shapes.megatron(qk_norm=True, tied=True), given).config
     dims = (
         "num_hidden_layers",

@@ -10,7 +10,7 @@ import transformers
 
 from bridge.core.errors import SourceError
 from bridge.sources.configs.derive import hf_config
-from bridge.sources.configs.writers import megatron_told
+from bridge.sources.configs.writers import declared_by_megatron
 from tests.models.megatron_configs import nemo2
 from tests.models.megatron_families import FAMILIES
 from tests.sources.weights import native_shapes
@@ -20,7 +20,7 @@ from tests.sources.weights.native_shapes import ROWS
 def told(change: dict[str, Any] | None = None, base: str = "llama", without: tuple[str, ...] = ()) -> Any:
     raw = nemo2(FAMILIES[base])
     raw["config"] = {name: value for name, value in (raw["config"] | (change or {})).items() if name not in without}
-    return megatron_told("context/model.yaml", raw)
+    return declared_by_megatron("context/model.yaml", raw)
 
 
 def refusal(
@@ -263,11 +263,11 @@ def test_layers_that_differ_are_named() -> None:
 
 def test_a_section_that_is_missing_says_what_is_there() -> None:
     with pytest.raises(SourceError, match=r"run_config.yaml: has no section `model`.*it has config"):
-        megatron_told("run_config.yaml", nemo2(FAMILIES["llama"]) and {"config": 1})
+        declared_by_megatron("run_config.yaml", nemo2(FAMILIES["llama"]) and {"config": 1})
     with pytest.raises(SourceError, match="not a mapping"):
-        megatron_told("context/model.yaml", ["a"])
+        declared_by_megatron("context/model.yaml", ["a"])
     with pytest.raises(SourceError, match=r"known: .*run_config.yaml"):
-        megatron_told("run_confg.yaml", {})
+        declared_by_megatron("run_confg.yaml", {})
 
 
 def test_the_callers_entries_win() -> None:
@@ -325,7 +325,7 @@ def test_a_directory_a_file_and_an_object_serve_as_config(tmp_path: Path) -> Non
     object_.save_pretrained(tmp_path)
     for given in (tmp_path, tmp_path / "config.json", str(tmp_path), object_):
         config = hf_config(
-            "x", "megatron", megatron_told("context/model.yaml", {"config": {}}), native_shapes.megatron(), given
+            "x", "megatron", declared_by_megatron("context/model.yaml", {"config": {}}), native_shapes.megatron(), given
         )
         assert {k: v for k, v in plain.items() if k != "dtype"}.items() <= config.config.items()
     with pytest.raises(SourceError, match="cannot be read as JSON"):

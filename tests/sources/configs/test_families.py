@@ -22,7 +22,7 @@ from bridge.sources.configs.families import (
     family_of,
     parse_family,
 )
-from bridge.sources.configs.writers import megatron_told
+from bridge.sources.configs.writers import declared_by_megatron
 from bridge.tables.architectures.arch import load_arch, parse_arch
 from bridge.tables.architectures.roles import load_roles
 from tests.models.megatron_configs import nemo2
@@ -93,7 +93,7 @@ def test_one_class_of_two_architectures_is_told_by_its_terms() -> None:
     for name, options in (("qwen3", {}), ("qwen3-moe", {"experts": True})):
         raw = nemo2(FAMILIES[name])
         raw["config"]["_target_"] = "nemo.collections.llm.gpt.model.qwen3.Qwen3Config30B_A3B"
-        told = megatron_told("context/model.yaml", raw)
+        told = declared_by_megatron("context/model.yaml", raw)
         specs = native_shapes.megatron(qk_norm=True, tied=FAMILIES[name].tied, **options)
         assert hf_config("x", "megatron", told, specs).config["architectures"] == FAMILIES[name].hf["architectures"]
 
@@ -153,7 +153,7 @@ def test_terms_that_two_tables_claim_are_asked_about(monkeypatch: pytest.MonkeyP
     raw = nemo2(FAMILIES["llama"])
     raw["config"] |= change
     with pytest.raises(SourceError, match="LlamaForCausalLM and CousinForCausalLM both fit; give config="):
-        hf_config("x", "megatron", megatron_told("context/model.yaml", raw), native_shapes.megatron())
+        hf_config("x", "megatron", declared_by_megatron("context/model.yaml", raw), native_shapes.megatron())
 
 
 def test_an_architecture_without_a_section_is_none_of_them() -> None:

@@ -10,7 +10,7 @@ import pytest
 from bridge.core.errors import SourceError
 from bridge.core.values import TensorSpec
 from bridge.sources.configs.derive import Declared, hf_config
-from bridge.sources.configs.meta import meta_told
+from bridge.sources.configs.meta import declared_by_meta
 from tests.sources.weights import native_shapes
 from tests.sources.weights.native_shapes import FFN, HIDDEN, MOE_FFN, ROWS
 
@@ -66,7 +66,7 @@ def files(own: dict[str, Any], ffn: int) -> dict[str, TensorSpec]:
 def test_published_models_need_nothing_that_is_not_in_their_files(name: str) -> None:
     own, ffn, factor, context = PUBLISHED[name]
     given = None if context else {"max_position_embeddings": 2048}
-    config = hf_config(name, "meta", meta_told(own), files(own, ffn), given).config
+    config = hf_config(name, "meta", declared_by_meta(own), files(own, ffn), given).config
     assert config["intermediate_size"] == ffn
     assert config["head_dim"] == (64 if name == "3.2-1B" else 128)
     assert config["num_key_value_heads"] == own.get("n_kv_heads", own["n_heads"])
@@ -81,12 +81,12 @@ def test_published_models_need_nothing_that_is_not_in_their_files(name: str) -> 
 def test_the_longest_sequence_of_older_ones_is_asked_for(name: str) -> None:
     own, ffn, _, _ = PUBLISHED[name]
     with pytest.raises(SourceError, match=r'config=\{"max_position_embeddings": ...\}'):
-        hf_config(name, "meta", meta_told(own), files(own, ffn))
+        hf_config(name, "meta", declared_by_meta(own), files(own, ffn))
 
 
 def test_transformers_builds_what_the_files_hold() -> None:
     specs = native_shapes.titan(today=False)
-    config = hf_config("x", "meta", meta_told(TINY), specs).config
+    config = hf_config("x", "meta", declared_by_meta(TINY), specs).config
     made = native_shapes.built(config)
     pairs = {"attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wo": "self_attn.o_proj"}
     pairs |= {"feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj"}
@@ -97,7 +97,7 @@ def test_transformers_builds_what_the_files_hold() -> None:
 
 
 def test_a_scaling_without_its_factor_is_asked_for() -> None:
-    told, specs = meta_told(TINY | {"use_scaled_rope": True}), native_shapes.titan(today=False)
+    told, specs = declared_by_meta(TINY | {"use_scaled_rope": True}), native_shapes.titan(today=False)
     with pytest.raises(SourceError, match=r"rope_parameters: .*Llama 3.1 and 3.3 have .*'factor': 8.0.*3.2 factor 32"):
         hf_config("x", "meta", told, specs)
     rope = {
@@ -110,12 +110,12 @@ def test_a_scaling_without_its_factor_is_asked_for() -> None:
     assert hf_config("x", "meta", told, specs, {"rope_parameters": rope}).config["rope_parameters"] == rope
     scaling = {"rope_scaling": {name: value for name, value in rope.items() if name != "rope_theta"}}
     assert hf_config("x", "meta", told, specs, scaling).config["rope_parameters"] == rope
-    own = meta_told(TINY | {"use_scaled_rope": True, "rope_scaling_factor": 16})
+    own = declared_by_meta(TINY | {"use_scaled_rope": True, "rope_scaling_factor": 16})
     assert rope.items() <= hf_config("x", "meta", own, specs).config["rope_parameters"].items()
 
 
 def test_a_width_that_the_tensors_do_not_have_is_a_contradiction() -> None:
-    told = meta_told(TINY | {"multiple_of": 32, "n_layers": 4, "n_heads": 5})
+    told = declared_by_meta(TINY | {"multiple_of": 32, "n_layers": 4, "n_heads": 5})
     with pytest.raises(SourceError) as error:
         hf_config("x", "meta", told, native_shapes.titan(today=False))
     for line in (
@@ -127,7 +127,7 @@ def test_a_width_that_the_tensors_do_not_have_is_a_contradiction() -> None:
 
 
 def test_keys_of_other_models_are_not_passed_over() -> None:
-    told = meta_told(TINY | {"moe": {"num_experts": 8}, "vision_chunk_size": 448, "use_biases": True})
+    told = declared_by_meta(TINY | {"moe": {"num_experts": 8}, "vision_chunk_size": 448, "use_biases": True})
     with pytest.raises(SourceError, match=r"moe = .* is unknown(.|\n)*vision_chunk_size(.|\n)*use_biases") as error:
         hf_config("x", "meta", told, native_shapes.titan(today=False))
     assert "3 problems" in str(error.value)
@@ -135,7 +135,7 @@ def test_keys_of_other_models_are_not_passed_over() -> None:
 
 def test_mistrals_own_files_have_a_window() -> None:
     own = {k: v for k, v in TINY.items() if k not in ("multiple_of", "ffn_dim_multiplier")}
-    told = meta_told(own | {"hidden_dim": 88, "vocab_size": ROWS, "sliding_window": 33})
+    told = declared_by_meta(own | {"hidden_dim": 88, "vocab_size": ROWS, "sliding_window": 33})
     config = hf_config("x", "meta", told, native_shapes.titan(today=False)).config
     assert (config["architectures"], config["sliding_window"]) == (["MistralForCausalLM"], 33)
 

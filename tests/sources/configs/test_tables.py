@@ -11,7 +11,7 @@ from bridge.core.errors import SourceError
 from bridge.core.values import TensorSpec
 from bridge.sources.configs.derive import Declared, hf_config
 from bridge.sources.configs.facts import Fact, Given
-from bridge.sources.configs.writers import megatron_told
+from bridge.sources.configs.writers import declared_by_megatron
 from tests.models.megatron_configs import nemo2
 from tests.models.megatron_families import FAMILIES
 from tests.sources.weights import native_shapes
@@ -102,7 +102,7 @@ def test_separate_halves_of_a_gated_matrix_tell_that_it_is_gated() -> None:
         name = f"decoder.layers.mlp.linear_fc1.weight_{half}"
         specs[name] = TensorSpec(name, (LAYERS, FFN, HIDDEN), "bfloat16")
     del specs["decoder.layers.mlp.linear_fc1.weight"]
-    told = megatron_told("context/model.yaml", nemo2(FAMILIES["llama"]))
+    told = declared_by_megatron("context/model.yaml", nemo2(FAMILIES["llama"]))
     assert hf_config("x", "megatron", told, specs).config["intermediate_size"] == FFN
     with pytest.raises(SourceError, match="contradict each other in `ffn`"):
         name = "decoder.layers.mlp.linear_fc1.weight_v"
@@ -154,7 +154,7 @@ def test_a_class_is_not_given_what_it_does_not_do(architecture: str) -> None:
     given = {"architectures": [architecture]}
     other = native_shapes.megatron(layer_norm=not layer_norm, gates=3 - gates, tied=not tied, experts=False)
     with pytest.raises(SourceError) as error:
-        hf_config("x", "megatron", megatron_told("context/model.yaml", {"config": {}}), other, given)
+        hf_config("x", "megatron", declared_by_megatron("context/model.yaml", {"config": {}}), other, given)
     assert f"{architecture} has layer_norm = {layer_norm}, but" in str(error.value)
     assert f"{architecture} has gates = {gates}, but" in str(error.value)
     assert (f"{architecture} has tied = True, but output_layer.weight = False" in str(error.value)) is tied

@@ -11,8 +11,8 @@ from bridge.core.errors import SourceError
 from bridge.core.values import TensorSpec
 from bridge.sources.configs.derive import Declared, hf_config
 from bridge.sources.configs.facts import Fact
-from bridge.sources.configs.meta import meta_told
-from bridge.sources.configs.writers import megatron_told
+from bridge.sources.configs.meta import declared_by_meta
+from bridge.sources.configs.writers import declared_by_megatron
 from tests.models.megatron_configs import megatron_lm, nemo1, nemo2
 from tests.models.megatron_families import FAMILIES
 from tests.sources.configs.test_configs import native
@@ -44,7 +44,7 @@ def refusal(field: str, value: Any, base: str = "mixtral") -> str:
     raw = nemo2(FAMILIES[base])
     raw["config"][field] = value
     with pytest.raises(SourceError) as caught:
-        hf_config("x", "megatron", megatron_told("context/model.yaml", raw), native(FAMILIES[base]))
+        hf_config("x", "megatron", declared_by_megatron("context/model.yaml", raw), native(FAMILIES[base]))
     return str(caught.value)
 
 
@@ -92,7 +92,7 @@ def test_layers_that_are_routed_are_as_many_as_there_are() -> None:
      "apply_layernorm_1p", "use_rope_scaling", "group_query_attention", "use_rotary_position_embeddings"],
 )  # fmt: skip
 def test_flags_of_megatron_lm_are_truths(flag: str) -> None:
-    told = megatron_told("common.pt: args", dict(vars(megatron_lm(FAMILIES["gpt"], 1, 1))) | {flag: "False"})
+    told = declared_by_megatron("common.pt: args", dict(vars(megatron_lm(FAMILIES["gpt"], 1, 1))) | {flag: "False"})
     assert any(f"{flag} = 'False': must be true or false" in problem for problem in told.problems)
 
 
@@ -114,7 +114,7 @@ def test_flags_of_megatron_lm_are_truths(flag: str) -> None:
     ],
 )  # fmt: skip
 def test_the_callers_entries_are_of_their_kind_too(given: dict[str, Any], why: str) -> None:
-    told = megatron_told("context/model.yaml", nemo2(FAMILIES["llama"]))
+    told = declared_by_megatron("context/model.yaml", nemo2(FAMILIES["llama"]))
     with pytest.raises(SourceError) as caught:
         hf_config("x", "megatron", told, native_shapes.megatron(), given)
     assert "config=: " in str(caught.value) and why in str(caught.value)
@@ -138,7 +138,7 @@ def test_the_callers_entries_are_of_their_kind_too(given: dict[str, Any], why: s
 def test_params_of_meta_are_of_their_kind(change: dict[str, Any], why: str) -> None:
     params = {"dim": 60, "n_layers": 3, "n_heads": 6, "head_dim": 16, "multiple_of": 11, "norm_eps": 1e-5} | change
     with pytest.raises(SourceError) as caught:
-        hf_config("x", "meta", meta_told(params), native_shapes.titan(today=False))
+        hf_config("x", "meta", declared_by_meta(params), native_shapes.titan(today=False))
     assert f"params.json: {why}" in str(caught.value)
 
 
@@ -164,7 +164,7 @@ def test_a_layer_of_a_wild_number_is_no_layer(layer: str) -> None:
     specs = native_shapes.megatron(stacked=False)
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     wild = name.replace("1", layer, 1)
-    told = megatron_told("context/model.yaml", nemo2(FAMILIES["llama"]))
+    told = declared_by_megatron("context/model.yaml", nemo2(FAMILIES["llama"]))
     specs |= {wild: TensorSpec(wild, specs[name].shape, "bfloat16")}
     refused_at_once("must be a whole number above zero, at most 10000", told, specs)
 
@@ -205,7 +205,7 @@ def test_norms_less_one_are_asked_for_where_writers_differ(architecture: str) ->
 def test_the_answer_is_no_field_of_config_json() -> None:
     raw = nemo2(FAMILIES["nemotron"])
     del raw["config"]["layernorm_zero_centered_gamma"]
-    told, specs = megatron_told("context/model.yaml", raw), native(FAMILIES["nemotron"])
+    told, specs = declared_by_megatron("context/model.yaml", raw), native(FAMILIES["nemotron"])
     with pytest.raises(SourceError, match=ASKED):
         hf_config("x", "megatron", told, specs)
     for answer in (True, False):
@@ -226,7 +226,7 @@ def test_the_answer_is_no_field_of_config_json() -> None:
 )
 def test_nemo_1_always_says_it(change: dict[str, Any], centered: bool) -> None:
     """As its `build_transformer_config` reads it, whose last word is the customization."""
-    told = megatron_told("model_config.yaml", nemo1(FAMILIES["gpt"], 1, 1) | change)
+    told = declared_by_megatron("model_config.yaml", nemo1(FAMILIES["gpt"], 1, 1) | change)
     assert told.terms["centered"].value is centered
     changed = change.get("mcore_customization_config", {})
     assert told.terms["layer_norm"].value is ("normalization" not in changed)
@@ -235,14 +235,14 @@ def test_nemo_1_always_says_it(change: dict[str, Any], centered: bool) -> None:
 def test_megatron_lm_says_it_by_its_parsers_default() -> None:
     raw = dict(vars(megatron_lm(FAMILIES["gpt"], 1, 1)))
     del raw["apply_layernorm_1p"]
-    said = megatron_told("common.pt: args", raw).terms["centered"]
+    said = declared_by_megatron("common.pt: args", raw).terms["centered"]
     assert (said.value, said.where) == (False, "common.pt: args has no apply_layernorm_1p: the default")
 
 
 def test_embeddings_of_nemo_1_are_scaled_only_where_it_says_so() -> None:
     raw = nemo1(FAMILIES["gemma"], 1, 1)
     del raw["apply_embedding_scaling"]
-    told, specs = megatron_told("model_config.yaml", raw), native(FAMILIES["gemma"])
+    told, specs = declared_by_megatron("model_config.yaml", raw), native(FAMILIES["gemma"])
     given = {"vocab_size": 131, "architectures": ["GemmaForCausalLM"]}
     with pytest.raises(SourceError, match=r"has embed_scaled = True, but .* has no apply_embedding_scaling: NeMo"):
         hf_config("x", "megatron", told, specs, given)

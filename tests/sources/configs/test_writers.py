@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bridge.sources.configs.derive import hf_config
-from bridge.sources.configs.writers import megatron_told
+from bridge.sources.configs.writers import declared_by_megatron
 from tests.models.megatron_configs import megatron_lm, nemo1, nemo2
 from tests.models.megatron_families import FAMILIES, VOCAB
 from tests.sources.configs.test_configs import as_dumped, config_of, expected, native
@@ -25,7 +25,7 @@ def test_megatron_bridges_newer_section_in_two_parts_says_the_same() -> None:
     }
     inner = {name: value for name, value in whole.items() if name not in outer} | {"activation_func": "silu"}
     raw = as_dumped({"model": own | {"transformer": inner}, "train": {"train_iters": 7}}, "run_config.yaml")
-    config = hf_config("x", "megatron", megatron_told("run_config.yaml", raw), native(FAMILIES["llama"])).config
+    config = hf_config("x", "megatron", declared_by_megatron("run_config.yaml", raw), native(FAMILIES["llama"])).config
     assert expected(FAMILIES["llama"]).items() <= config.items()
 
 
@@ -34,7 +34,7 @@ def test_nemo1_refers_to_its_own_fields() -> None:
         "max_position_embeddings": "${.encoder_seq_length}",
         "encoder_seq_length": 96,
     }
-    told = megatron_told("model_config.yaml", raw)
+    told = declared_by_megatron("model_config.yaml", raw)
     assert (
         hf_config("x", "megatron", told, native(FAMILIES["llama"]), {"vocab_size": 131}).config[
             "max_position_embeddings"
@@ -45,7 +45,7 @@ def test_nemo1_refers_to_its_own_fields() -> None:
 
 def test_nemo1s_scaled_positions_have_its_defaults() -> None:
     raw = nemo1(FAMILIES["llama"], 1, 1) | {"scale_positional_embedding": True}
-    told = megatron_told("model_config.yaml", raw)
+    told = declared_by_megatron("model_config.yaml", raw)
     rope = hf_config("x", "megatron", told, native(FAMILIES["llama"]), {"vocab_size": 131}).config["rope_parameters"]
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("llama3", 8.0, 8192)
 
@@ -59,7 +59,7 @@ def test_nemo1s_silence_has_nemos_defaults() -> None:
         "activation",
     }
     raw = {name: value for name, value in nemo1(FAMILIES["gpt"], 1, 1).items() if name not in silent}
-    told = megatron_told("model_config.yaml", raw | {"override_vocab_size": VOCAB})
+    told = declared_by_megatron("model_config.yaml", raw | {"override_vocab_size": VOCAB})
     config = hf_config("x", "megatron", told, native(FAMILIES["gpt"])).config
     fused = {"activation_function": "gelu_pytorch_tanh"}  # what its fused kernel computes
     assert (expected(FAMILIES["gpt"]) | fused).items() <= config.items()
@@ -67,17 +67,17 @@ def test_nemo1s_silence_has_nemos_defaults() -> None:
     assert told.terms["learned"].value is True
     silent = {"rotary_base", "num_moe_experts", "moe_router_topk"}
     raw = {name: value for name, value in nemo1(FAMILIES["mixtral"], 1, 1).items() if name not in silent}
-    told = megatron_told("model_config.yaml", raw | {"num_moe_experts": 5})
+    told = declared_by_megatron("model_config.yaml", raw | {"num_moe_experts": 5})
     config = hf_config("x", "megatron", told, native(FAMILIES["mixtral"]), {"vocab_size": VOCAB}).config
     assert (config["rope_parameters"]["rope_theta"], config["num_experts_per_tok"]) == (10000.0, 2)
 
 
 def test_megatron_lms_flags_mean_what_its_parser_makes_of_them() -> None:
     raw = dict(vars(megatron_lm(FAMILIES["nemotron"], 1, 1)))
-    terms = megatron_told("common.pt: args", raw).terms
+    terms = declared_by_megatron("common.pt: args", raw).terms
     assert (terms["centered"].value, terms["gated"].value, terms["activation"].value) == (True, False, "relu2")
     raw |= {"apply_layernorm_1p": False, "swiglu": True, "rotary_seq_len_interpolation_factor": 2}
-    terms = megatron_told("common.pt: args", raw).terms
+    terms = declared_by_megatron("common.pt: args", raw).terms
     assert (terms["centered"].value, terms["gated"].value, terms["activation"].value) == (False, True, "silu")
     assert terms["scaling"].value == {"rope_type": "linear", "factor": 2.0}
     gelu = {"swiglu": False, "squared_relu": False}
@@ -85,7 +85,7 @@ def test_megatron_lms_flags_mean_what_its_parser_makes_of_them() -> None:
         ({"openai_gelu": True}, "gelu_pytorch_tanh"), ({"bias_gelu_fusion": True}, "gelu_pytorch_tanh"), ({}, "gelu"),
         ({"quick_geglu": True}, "quick_gelu"),
     ):  # fmt: skip
-        assert megatron_told("common.pt: args", raw | gelu | flags).terms["activation"].value == activation
+        assert declared_by_megatron("common.pt: args", raw | gelu | flags).terms["activation"].value == activation
 
 
 @pytest.mark.parametrize(

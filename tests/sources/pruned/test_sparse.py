@@ -14,7 +14,7 @@ import bridge
 from bridge.core.dtypes import to_float32
 from bridge.core.errors import PlanError, UsageError, VerifyError
 from bridge.sources.opening import open_source
-from bridge.sources.pruned.sparse import kept_of_four
+from bridge.sources.pruned.sparse import largest_two_of_four
 from tests.models.decoder_families import build
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -35,9 +35,9 @@ def test_the_choice_is_that_of_modelopt(dtype: Any, ties: bool) -> None:
     random = torch.Generator().manual_seed(1)
     weight = torch.randn(512, 256, generator=random)
     weight = ((weight * 2).round() if ties else weight).to(dtype)
-    got = kept_of_four(weight.float().abs().numpy(), -1)
+    got = largest_two_of_four(weight.float().abs().numpy(), -1)
     assert np.array_equal(got, create_asp_mask(weight, "2:4 sparsity").numpy())
-    assert np.array_equal(kept_of_four(weight.float().abs().numpy().T, -2), got.T)
+    assert np.array_equal(largest_two_of_four(weight.float().abs().numpy().T, -2), got.T)
 
 
 def test_llama_has_the_weights_of_modelopt() -> None:

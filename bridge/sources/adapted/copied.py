@@ -1,4 +1,4 @@
-"""A base with an adapter kept beside it."""
+"""A base model with its LoRA adapter as separate files (`adapter="keep"`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bridge.sources.source import Source, Wrapped
 FOLDER = "adapter"
 
 
-class KeptSource(Wrapped):
+class CopiedAdapterSource(Wrapped):
     """`base` as it is, with the adapter's files in a folder of their own."""
 
     adapter_is_copied = True
@@ -37,7 +37,7 @@ class KeptSource(Wrapped):
         weights: Path | bytes = adapter.file()
         if adapter.root and (stored := adapter.root / "adapter_model.safetensors").is_file():
             weights = stored
-        own = {f"{FOLDER}/{name}": file for name, file in (adapter.beside or {}).items()}
+        own = {f"{FOLDER}/{name}": file for name, file in (adapter.side_files or {}).items()}
         files = {f"{FOLDER}/{CONFIG}": adapter.settings.over(".."), f"{FOLDER}/adapter_model.safetensors": weights}
         return {**self.base.side_files, **files, **own}
 
@@ -56,7 +56,7 @@ class KeptSource(Wrapped):
         return hashlib.sha256(f"{self.base.fingerprint} beside {self.adapter.digest}".encode()).hexdigest()
 
 
-def check_kept(adapter: Adapter) -> None:
+def check_copied_adapter(adapter: Adapter) -> None:
     """SourceError for what vLLM 0.33, SGLang 0.5 and TensorRT-LLM do not apply beside a base."""
     settings = adapter.settings
     heads = {"classifier", "score"}
