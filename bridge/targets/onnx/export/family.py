@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bridge.targets.onnx.export.calls.sound import Heard
+    from bridge.targets.onnx.export.calls.sound import SoundMasks
 
 HOME = "bridge.targets.onnx.families"
 Methods = Mapping[str, Mapping[str, Callable[..., Any]]]  # class -> name -> method
@@ -35,7 +35,7 @@ class Family:
     """Makes an empty cache that is also of a given class."""
     heads_axis: Mapping[str, int] = field(default_factory=dict)
     """Class of a complex rotary embedding -> the axis of heads in what its `apply_rotary_emb` rotates."""
-    sound: Heard | None = None
+    sound: SoundMasks | None = None
     """How the mask of an encoder's sounds becomes that of its states."""
     masks_sound: bool = False
     """Its tower of sound reads a mask."""
