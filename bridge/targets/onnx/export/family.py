@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bridge.targets.onnx.export.calls.sound import SoundMasks
+    from bridge.targets.onnx.export.calls.text import Call
 
 HOME = "bridge.targets.onnx.families"
 Methods = Mapping[str, Mapping[str, Callable[..., Any]]]  # class -> name -> method
@@ -41,7 +42,7 @@ class Family:
     """Its tower of sound reads a mask."""
     features: Callable[..., Any] | None = None
     """Makes the features of images, if `get_image_features` alone does not."""
-    vision: Callable[..., Any] | None = None
+    vision: Callable[..., Call] | None = None
     """Returns the call of its tower."""
     tiles: int = 0
     """Images are tiles, so many of whose features are added to one."""
@@ -53,7 +54,7 @@ class Family:
     """The decoder's input that says which tokens see each other."""
     inner_decoder: bool = False
     """The decoder is a whole model, `language_model`."""
-    call: Callable[..., Any] | None = None
+    call: Callable[..., Call] | None = None
     """Returns the call of any of its graphs."""
 
 
