@@ -74,7 +74,7 @@ def export_graph(
         resolved = dict(config) if diffuses else resolve_config(config)
         known = resolved["architectures"] if diffuses else getattr(resolved, "architectures", None)
         architecture = (known or ["a config without `architectures`"])[0]
-        name = task if task in tasks() else choose_task(task, architecture)
+        name = task if task is not None and task in tasks() else choose_task(task, architecture)
         return _Run(resolved, name, row, opset, cache, part, image, pooling, stacked, tensors, tell).graph(stamp)
 
 
