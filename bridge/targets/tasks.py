@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -66,19 +66,3 @@ def why_without(architecture: str) -> str:
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-class _Tasks(Mapping[str, Task]):
-    """`tasks()`, which is read when it is first asked."""
-
-    def __getitem__(self, name: str) -> Task:
-        return tasks()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(tasks())
-
-    def __len__(self) -> int:
-        return len(tasks())
-
-
-TASKS: Mapping[str, Task] = _Tasks()

@@ -19,7 +19,7 @@ from bridge.quant.schemes.load import load_scheme, with_kv
 from bridge.sources.opening import KINDS
 from bridge.targets import load_target
 from bridge.targets.onnx.files import files_of
-from bridge.targets.tasks import TASKS
+from bridge.targets.tasks import tasks as all_tasks
 from docs.generate.matrix import cell, kv_cell, table
 
 MODEL = Path(__file__).parent.parent.parent / "examples" / "models" / "tiny-llama"
@@ -56,7 +56,7 @@ def takes(name: str) -> str:
 def tasks() -> str:
     """The tasks of target `trt`: classes, inputs and outputs of their graphs."""
     rows = []
-    for name, task in TASKS.items():
+    for name, task in all_tasks().items():
         files = ", ".join(f"`{file}`" for file in files_of(name).values())
         gives = "`logits`, `present.*`" if task.parts else ", ".join(f"`{output}`" for output in task.outputs)
         rows.append(

@@ -10,9 +10,8 @@ import torch
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 from bridge.targets.onnx.files import DECODER
-from bridge.targets.onnx.names import ROWS as FEATURES
-from bridge.targets.onnx.run.cross_attention import MASK, load_multimodal
-from bridge.targets.onnx.run.multimodal import MultiModal
+from bridge.targets.onnx.files import TILE_ROWS as FEATURES
+from bridge.targets.onnx.run.multimodal import MASK, MultiModal, load_multimodal
 from bridge.verification.outputs import relative_l2
 
 STEPS, ROWS, PAD = 8, 2, 3

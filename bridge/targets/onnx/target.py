@@ -129,8 +129,8 @@ class OnnxTarget(StreamedTarget):
         return Step((), tuple(outputs), attention=attention, kv=kv)
 
     def runtime(self, directory: Path) -> Any:
-        from bridge.targets.onnx.run.cross_attention import load_multimodal
         from bridge.targets.onnx.run.encoder_decoder import EncoderDecoder
+        from bridge.targets.onnx.run.multimodal import load_multimodal
         from bridge.targets.onnx.run.runtime import Runtime
 
         if is_multimodal(directory):
@@ -141,10 +141,9 @@ class OnnxTarget(StreamedTarget):
         return ""
 
     def generator(self, directory: Path) -> Generator:
-        from bridge.targets.onnx.run.cross_attention import load_multimodal
         from bridge.targets.onnx.run.encoder_decoder import SourceReader, TextGenerator
-        from bridge.targets.onnx.run.generator import Generator as OnnxGenerator
-        from bridge.targets.onnx.run.multimodal import MultiModalGenerator
+        from bridge.targets.onnx.run.multimodal import MultiModalGenerator, load_multimodal
+        from bridge.targets.onnx.run.runtime import Generator as OnnxGenerator
         from bridge.targets.onnx.write.genai_config import graph_inputs
 
         if is_multimodal(directory):

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bridge.targets.onnx.export.stamp import KV
-from bridge.targets.ort.edit import MICROSOFT, add_node, as_sequence, constant, extents, input_of, made_by
+from bridge.targets.ort.edit import MICROSOFT, add_node, as_sequence, constant, extents, input_of, producer_of
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def _fuse(node: ir.Node, lengths: _Lengths, biases: dict[ir.Value, ir.Value], pa
 def _cached(value: ir.Value | None) -> ir.Node | None:
     """The Concat of past and new keys or values that `value` repeats for each of its queries' heads."""
     while value is not None and KV not in value.metadata_props:
-        value = input_of(made_by(value, "Reshape", "Expand", "Unsqueeze"), 0)
-    node = made_by(value, "Concat")
+        value = input_of(producer_of(value, "Reshape", "Expand", "Unsqueeze"), 0)
+    node = producer_of(value, "Concat")
     return node if node is not None and len(node.inputs) == 2 else None
 
 

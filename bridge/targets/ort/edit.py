@@ -40,7 +40,7 @@ def constant(graph: ir.Graph, value: np.ndarray, name: str = "") -> ir.Value:
     return graph.initializers[name]
 
 
-def made_by(value: ir.Value | None, *kinds: str) -> ir.Node | None:
+def producer_of(value: ir.Value | None, *kinds: str) -> ir.Node | None:
     """The node that computes `value` if it is of one of `kinds`."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type in kinds and node.domain in ("", "ai.onnx") else None
@@ -64,10 +64,10 @@ def extents(value: ir.Value) -> tuple[int | str | None, ...]:
 
 def as_sequence(value: ir.Value, before: ir.Node, name: str) -> ir.Value:
     """[batch, heads, sequence, width] as [batch, sequence, heads * width], taking back what split the heads."""
-    turned = made_by(value, "Transpose")
+    turned = producer_of(value, "Transpose")
     rows = input_of(turned, 0)
     if turned is not None and list(turned.attributes["perm"].as_ints()) == [0, 2, 1, 3] and rows is not None:
-        split = made_by(rows, "Reshape")
+        split = producer_of(rows, "Reshape")
         whole = input_of(split, 0)
         if whole is not None and len(extents(whole)) == 3:
             return whole

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from bridge.core.errors import ExportError
 from bridge.planning.plan import Plan
-from bridge.targets.ort.edit import MICROSOFT, add_node, constant, extents, input_of, made_by, number
+from bridge.targets.ort.edit import MICROSOFT, add_node, constant, extents, input_of, number, producer_of
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _pack(node: ir.Node, value: ir.Value) -> None:
 
 def _whole(node: ir.Node) -> ir.Value | None:
     """What queries, keys and values are consecutive slices of, from the first column to the last."""
-    parts = [made_by(value, "Slice") for value in node.inputs[:3]]
+    parts = [producer_of(value, "Slice") for value in node.inputs[:3]]
     wholes = [input_of(part, 0) for part in parts]
     if wholes[0] is None or any(whole is not wholes[0] for whole in wholes):
         return None

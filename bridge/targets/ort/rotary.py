@@ -1,4 +1,4 @@
-"""Fuse `x * cos + rotate_half(x) * sin` into RotaryEmbedding.
+"""Fuse `x * cos + rotate_half(x) * sin` into RotaryEmbedding, or into attention.
 
 It reads projections whose heads are not split yet. Cosines and sines stay those of the exported graph, so that every
 scaling of RoPE holds.
@@ -6,9 +6,13 @@ scaling of RoPE holds.
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
-from bridge.targets.ort.edit import add_node, as_heads, as_sequence, extents, input_of, made_by, number
+from bridge.targets.ort.edit import add_node, as_heads, as_sequence, constant, extents, input_of, number, producer_of
+
+POSITIONS = "position_ids"
+_FEW = 7  # positions: angles that depend on the length differ from those of the whole table
 
 
 def fuse_rotary(model: ir.Model) -> int:
@@ -18,8 +22,8 @@ def fuse_rotary(model: ir.Model) -> int:
 
 
 def _fuse(node: ir.Node, halves: dict[ir.Value, ir.Value]) -> bool:
-    straight, crossed = (made_by(value, "Mul") for value in node.inputs)
-    value, turned = input_of(straight, 0), made_by(input_of(crossed, 0), "Concat")
+    straight, crossed = (producer_of(value, "Mul") for value in node.inputs)
+    value, turned = input_of(straight, 0), producer_of(input_of(crossed, 0), "Concat")
     cosine, sine = (_angles(input_of(product, 1)) for product in (straight, crossed))
     if value is None or turned is None or cosine is None or sine is None or not _swaps_halves(turned, value):
         return False
@@ -38,8 +42,8 @@ def _fuse(node: ir.Node, halves: dict[ir.Value, ir.Value]) -> bool:
 
 def _swaps_halves(turned: ir.Node, value: ir.Value) -> bool:
     """True for Concat(-value[half:], value[:half]) along the last axis."""
-    negated = made_by(turned.inputs[0], "Neg")
-    high, low = made_by(input_of(negated, 0), "Slice"), made_by(turned.inputs[1], "Slice")
+    negated = producer_of(turned.inputs[0], "Neg")
+    high, low = producer_of(input_of(negated, 0), "Slice"), producer_of(turned.inputs[1], "Slice")
     width = extents(value)[-1]
     if high is None or low is None or high.inputs[0] is not value or low.inputs[0] is not value:
         return False
@@ -51,13 +55,13 @@ def _swaps_halves(turned: ir.Node, value: ir.Value) -> bool:
 
 def _angles(value: ir.Value | None) -> ir.Value | None:
     """Cosine or sine as [batch, sequence, width] if both of its halves are equal, before it is spread over heads."""
-    angles = input_of(made_by(value, "Unsqueeze"), 0)
+    angles = input_of(producer_of(value, "Unsqueeze"), 0)
     below = angles
-    while (node := made_by(below, "Cos", "Sin", "Mul", "Cast")) is not None:
+    while (node := producer_of(below, "Cos", "Sin", "Mul", "Cast")) is not None:
         if node.op_type == "Mul" and number(node.inputs[1]) is None:
             return None
         below = node.inputs[0]
-    doubled = made_by(below, "Concat")
+    doubled = producer_of(below, "Concat")
     twice = doubled is not None and len(doubled.inputs) == 2 and doubled.inputs[0] is doubled.inputs[1]
     return angles if twice and angles is not None and len(extents(angles)) == 3 else None
 
@@ -75,3 +79,68 @@ def _half(angles: ir.Value) -> ir.Value:
     shape, attributes = (batch, sequence, width // 2), dict(node.attributes)
     inputs = [_half(node.inputs[0]), *node.inputs[1:]]
     return add_node(node, node.op_type, inputs, f"{angles.name}/half", (angles.dtype, shape), attributes)
+
+
+def rotate_inside(model: ir.Model, positions: int) -> int:
+    """Move the rotation before each attention into it where its angles depend on the position alone.
+
+    Its tables hold the exported graph's own angles. Without `position_ids` it counts columns, padding included. That
+    moves the positions of a row by one number, and rotated queries and keys depend on differences of positions only.
+
+    positions: length of the tables. Return how many attentions rotate.
+    """
+    tables: dict[tuple[ir.Value, ir.Value], list[ir.Value] | None] = {}
+    return sum(_move(node, model, positions, tables) for node in model.graph if node.op_type == "GroupQueryAttention")
+
+
+def _move(
+    node: ir.Node, model: ir.Model, positions: int, tables: dict[tuple[ir.Value, ir.Value], list[ir.Value] | None]
+) -> bool:
+    rotated = [value.producer() for value in node.inputs[:2] if value is not None]
+    if len(rotated) != 2 or any(made is None or made.op_type != "RotaryEmbedding" for made in rotated):
+        return False
+    (query, *angles), (key, *others) = (made.inputs for made in rotated if made is not None)
+    if angles != others or len(angles) != 2 or angles[0] is None or angles[1] is None:
+        return False
+    pair = angles[0], angles[1]
+    if pair not in tables:
+        tables[pair] = _tables(model, pair, positions)
+    made = tables[pair]
+    if made is None:
+        return False
+    for at, value in zip((0, 1, 7, 8), (query, key, *made), strict=True):
+        node.replace_input_with(at, value)
+    node.attributes["do_rotary"] = ir.AttrInt64("do_rotary", 1)
+    node.attributes["rotary_interleaved"] = ir.AttrInt64("rotary_interleaved", 0)
+    return True
+
+
+def _tables(model: ir.Model, angles: tuple[ir.Value, ir.Value], positions: int) -> list[ir.Value] | None:
+    """Cosine and sine at each position, [positions, width / 2]; None if they depend on more than the position."""
+    given = [value for value in model.graph.inputs if value.name == POSITIONS]
+    try:
+        part = ir.convenience.extract(model.graph, given, list(angles))
+    except ValueError:  # another input of the graph is needed
+        return None
+    whole, few = (_compute(part, model, count) for count in (positions, min(_FEW, positions)))
+    if any(not np.array_equal(long[: len(short)], short) for long, short in zip(whole, few, strict=True)):
+        return None
+    return [constant(model.graph, table, f"rotation.{angle.name}") for table, angle in zip(whole, angles, strict=True)]
+
+
+def _compute(part: ir.Graph, model: ir.Model, count: int) -> list[np.ndarray]:
+    from onnx.reference import ReferenceEvaluator
+
+    proto = ir.to_proto(ir.Model(part, ir_version=model.ir_version))
+    given = {POSITIONS: np.arange(count, dtype=np.int64)[None]}
+    results = ReferenceEvaluator(proto).run(None, given)
+    return [np.asarray(table, np.float32).reshape(count, -1) for table in results]
+
+
+def drop_positions(model: ir.Model) -> None:
+    """Remove the input that no node reads any more."""
+    inputs = model.graph.inputs
+    for at, value in enumerate(inputs):
+        if value.name == POSITIONS and not value.uses():
+            del inputs[at]
+            return

@@ -17,11 +17,11 @@ from bridge.planning.plan import Plan
 from bridge.planning.target import Draft
 from bridge.targets.checkpoint import float_dtype, option
 from bridge.targets.onnx.export.tasks import choose_task
-from bridge.targets.onnx.families import why_without
+from bridge.targets.onnx.families.refusals import why_refused
 from bridge.targets.onnx.files import graphs
 from bridge.targets.onnx.formats import FLOAT_ACTIVATIONS, INT4_BLOCKS, NEWEST_OPSET, least_opset
 from bridge.targets.onnx.target import ALL_EXPERTS, GRAPHS, OnnxTarget
-from bridge.targets.tasks import TASKS, listed
+from bridge.targets.tasks import listed, tasks
 
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
@@ -34,7 +34,7 @@ BLOCKS = "write a recipe with block = 128 or 64 that keeps the matrices which it
 class TrtOptions:
     """Options of target `trt`."""
 
-    task: str | None = option(None, f"one of {', '.join(TASKS)}; default: the architecture's")
+    task: str | None = option(None, f"one of {', '.join(tasks())}; default: the architecture's")
     dtype: str | None = option(None, "fp16, bf16, fp32 of unquantized parts; default: source's")
     opset: int | None = option(None, "ONNX opset 21 to 24; default: the lowest that has the needed types")
     cache: bool = option(True, "decoders: past_key_values inputs and present outputs")
@@ -125,7 +125,7 @@ class Trt(OnnxTarget):
         if kv.dynamic or kv.per != "tensor":
             return f"standard ONNX cannot compute scales at run time, as {kv.dtype} blocks need; use kv='fp8' or 'int8'"
         crosses = any("cross_attn" in name for name in structure.attention)
-        if crosses or (options.task and "encoder" in TASKS[options.task].parts):
+        if crosses or (options.task and "encoder" in tasks()[options.task].parts):
             return "its keys and values go from one graph to another as they are; leave out kv"
         if not structure.attention:
             kept = ": its layers keep states of fixed size" if structure.states else ""
@@ -135,8 +135,8 @@ class Trt(OnnxTarget):
     def why_no_graph(self, draft: Draft) -> str:
         """Why no graph of the model can be made, as far as config and structure tell; "" if they do not."""
         architecture = draft.structure.architecture
-        task = TASKS[draft.options.task]
-        if why := why_without(draft.config):
+        task = tasks()[draft.options.task]
+        if why := why_refused(draft.config):
             return f"{architecture} has no graphs: {why}"
         one_graph = "input_ids" in task.inputs and not task.parts and not architecture.endswith("EncoderModel")
         if draft.config.get("is_encoder_decoder") and one_graph:
@@ -173,8 +173,11 @@ class Trt(OnnxTarget):
         return [str(finding) for finding in lint(directory, custom_ops=plan.options["custom_ops"])]
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
-        from bridge.targets.onnx.write.genai_config import write_genai_config, write_parts_config
-        from bridge.targets.onnx.write.multimodal_config import write_multimodal_config
+        from bridge.targets.onnx.write.genai_config import (
+            write_genai_config,
+            write_multimodal_config,
+            write_parts_config,
+        )
         from bridge.targets.onnx.write.side_files import read_image_size, read_pooling
         from bridge.targets.onnx.write.writer import GraphOptions, write_onnx
         from bridge.targets.trt.engine import build_engine, profile_of, trtexec_line
@@ -185,9 +188,9 @@ class Trt(OnnxTarget):
         given = {key: options[key] for key in ("task", "dtype", "opset", "cache", "stamp")}
         chosen = GraphOptions(**given, image=read_image_size(files), pooling=pooling)
         written, text = write_onnx(context, directory, chosen)
-        if "embedding" in TASKS[options["task"]].parts:
+        if "embedding" in tasks()[options["task"]].parts:
             why_not = write_multimodal_config(context.source, text, directory, FLOAT_ACTIVATIONS)
-        elif TASKS[options["task"]].parts:
+        elif tasks()[options["task"]].parts:
             why_not = write_parts_config(context.source, text, directory, FLOAT_ACTIVATIONS)
         elif _generates(options):
             why_not = write_genai_config(context.source, text, directory, FLOAT_ACTIVATIONS)
@@ -204,7 +207,7 @@ class Trt(OnnxTarget):
 
 def _generates(options: Mapping[str, Any]) -> bool:
     """True if onnxruntime-genai can generate from the graph: a decoder with a cache, in standard ONNX."""
-    return TASKS[options["task"]].cached and options["cache"] and not options["custom_ops"]
+    return tasks()[options["task"]].cached and options["cache"] and not options["custom_ops"]
 
 
 TARGET = Trt()

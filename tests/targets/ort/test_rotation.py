@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from bridge.targets.ort.edit import MICROSOFT
-from bridge.targets.ort.rotation import drop_positions, rotate_inside
+from bridge.targets.ort.rotary import drop_positions, rotate_inside
 
 POSITIONS, HALF = 40, 3
 FREQUENCIES = np.array([1.0, 0.25, 0.0625], np.float32)

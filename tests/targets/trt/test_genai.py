@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.targets.onnx.names import GENAI
+from bridge.targets.onnx.files import GENAI
 from bridge.targets.onnx.run.runtime import Runtime
 from tests.models.trt_families import NEWER, VOCAB, decoder
 

@@ -58,7 +58,7 @@ def float_graph(request: GraphRequest, progress: Callable[[str], None]) -> tuple
     return request.own(graph), names
 
 
-def is_kept(request: GraphRequest) -> bool:
+def is_cached(request: GraphRequest) -> bool:
     """Whether the graph will be read, not made: then making it takes no core for seconds."""
     if not _may_be_kept(request):
         return False

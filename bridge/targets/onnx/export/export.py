@@ -31,7 +31,7 @@ from bridge.targets.onnx.export.stamp import KV, MODULE, SLOT, Refused, stamp_la
 from bridge.targets.onnx.export.tasks import choose_task, model_class
 from bridge.targets.onnx.export.traced import free, trace
 from bridge.targets.onnx.export.translate import to_onnx
-from bridge.targets.tasks import TASKS
+from bridge.targets.tasks import tasks
 
 # ONNX released opset 21 with IR version 10, 23 with 11; ONNX Runtime 1.31 reads up to 13.
 _IR_VERSION = {21: 10, 22: 10, 23: 11, 24: 12}
@@ -74,7 +74,7 @@ def export_graph(
         resolved = dict(config) if diffuses else resolve_config(config)
         known = resolved["architectures"] if diffuses else getattr(resolved, "architectures", None)
         architecture = (known or ["a config without `architectures`"])[0]
-        name = task if task in TASKS else choose_task(task, architecture)
+        name = task if task is not None and task in tasks() else choose_task(task, architecture)
         return _Run(resolved, name, row, opset, cache, part, image, pooling, stacked, tensors, tell).graph(stamp)
 
 
@@ -104,7 +104,7 @@ class _Run:
         count = len(layers.kinds) if layers else getattr(text, "num_hidden_layers", 0) or 0
         several = f"layers of {self.part}.onnx are not compared" if self.part else "no list of layers to stamp"
         note = "" if layers or self.part == "embedding" else several
-        keep = layers.chosen() if layers else []
+        keep = layers.representatives() if layers else []
         if not stamp:
             note = "not asked for"
         elif layers and len(keep) == count > 2:
@@ -131,7 +131,7 @@ class _Run:
         """The layers that may be stamped: those of one graph, or of a decoder that reads embeddings."""
         if not self.part:
             return find_layers(model, text)
-        if self.part == "decoder" and "embedding" in TASKS[self.task].parts:
+        if self.part == "decoder" and "embedding" in tasks()[self.task].parts:
             return find_layers(model, text, model.get_decoder())
         return None
 
@@ -205,14 +205,29 @@ class _Run:
         meta_device.settle_positions(model)
 
     def _call(self, model: Any, mode: Any) -> Any:
+        """The calling convention of the model's graph."""
         import torch
 
-        from bridge.targets.onnx.export.calls.choose import call_of
+        from bridge.targets.onnx.export.calls.encoder_decoder import part_call
+        from bridge.targets.onnx.export.calls.images import image_call, question_call
+        from bridge.targets.onnx.export.calls.multimodal import multimodal_call
+        from bridge.targets.onnx.export.calls.pairs import pair_call
+        from bridge.targets.onnx.export.calls.sound import sound_call
+        from bridge.targets.onnx.export.calls.text import text_call
 
-        return call_of(
-            model, TASKS[self.task], mode, getattr(torch, self.dtype),
-            cache=self.cache, part=self.part, image=self.image, pooling=self.pooling,
-        )  # fmt: skip
+        task, dtype = tasks()[self.task], getattr(torch, self.dtype)
+        if self.part:
+            several = part_call if "encoder" in task.parts else multimodal_call
+            return several(model, task, self.part, mode, dtype, self.image)
+        if "pixel_mask" in task.inputs:
+            return question_call(model, task, mode, dtype)
+        if task.pairs:
+            return pair_call(model, task, mode, dtype, self.image)
+        if model.main_input_name == "pixel_values":
+            return image_call(model, task, mode, dtype, self.image)
+        if model.main_input_name in ("input_values", "input_features"):
+            return sound_call(model, task, mode, dtype)
+        return text_call(model, task, mode, dtype, cache=self.cache, pooling=self.pooling)
 
     def _finish(self, model: ir.Model, tied: dict[str, str], note: str) -> Graph:
         model.ir_version = _IR_VERSION[self.opset]

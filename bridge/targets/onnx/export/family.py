@@ -11,7 +11,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bridge.targets.onnx.export.calls.sound import Heard
+    from bridge.targets.onnx.export.calls.sound import SoundMasks
+    from bridge.targets.onnx.export.calls.text import Call
 
 HOME = "bridge.targets.onnx.families"
 Methods = Mapping[str, Mapping[str, Callable[..., Any]]]  # class -> name -> method
@@ -35,13 +36,13 @@ class Family:
     """Makes an empty cache that is also of a given class."""
     heads_axis: Mapping[str, int] = field(default_factory=dict)
     """Class of a complex rotary embedding -> the axis of heads in what its `apply_rotary_emb` rotates."""
-    sound: Heard | None = None
+    sound: SoundMasks | None = None
     """How the mask of an encoder's sounds becomes that of its states."""
     masks_sound: bool = False
     """Its tower of sound reads a mask."""
     features: Callable[..., Any] | None = None
     """Makes the features of images, if `get_image_features` alone does not."""
-    vision: Callable[..., Any] | None = None
+    vision: Callable[..., Call] | None = None
     """Returns the call of its tower."""
     tiles: int = 0
     """Images are tiles, so many of whose features are added to one."""
@@ -53,7 +54,7 @@ class Family:
     """The decoder's input that says which tokens see each other."""
     inner_decoder: bool = False
     """The decoder is a whole model, `language_model`."""
-    call: Callable[..., Any] | None = None
+    call: Callable[..., Call] | None = None
     """Returns the call of any of its graphs."""
 
 

@@ -23,7 +23,7 @@ class Layers:
     path: str
     kinds: tuple[Hashable, ...]
 
-    def chosen(self) -> list[int]:
+    def representatives(self) -> list[int]:
         """Two layers of each kind, to be compared with each other, or one if a kind occurs once."""
         count: dict[Hashable, int] = {}
         picked = []

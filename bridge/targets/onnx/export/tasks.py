@@ -1,4 +1,4 @@
-"""Exported heads of architectures; task and class of a config.
+"""Task and class of a config.
 
 `trust_remote_code` is never on: only architectures inside transformers are known.
 """
@@ -9,23 +9,22 @@ from typing import Any
 
 from bridge.core.errors import UsageError
 from bridge.core.text import nearest
-from bridge.targets.tasks import TASKS, Task
-from bridge.targets.tasks import why_without as why_class_without
+from bridge.targets.tasks import Task, tasks, why_without
 
 
 def choose_task(requested: str | None, architecture: str) -> str:
     """The task to export; UsageError if the checkpoint has no head for it."""
-    own = next((name for name, task in TASKS.items() if architecture.endswith(task.classes)), None)
-    if requested is not None and requested not in TASKS:
-        raise UsageError(f"task {requested!r} is unknown; {nearest(requested, TASKS)}")
+    own = next((name for name, task in tasks().items() if architecture.endswith(task.classes)), None)
+    if requested is not None and requested not in tasks():
+        raise UsageError(f"task {requested!r} is unknown; {nearest(requested, tasks())}")
     if requested is not None and own == "denoising" and requested != own:
         raise UsageError(f"task {requested!r}: {architecture} is a model of diffusers; leave task= (--task) out")
-    if own is None and (why := why_class_without(architecture)):
+    if own is None and (why := why_without(architecture)):
         raise UsageError(f"{architecture} has no graphs: {why}; use target hf")
     if requested is None and own is None:
         raise UsageError(
-            f"{architecture} is of no task that bridge writes graphs for ({', '.join(sorted(TASKS))}); use target hf, "
-            "or give task= (--task) if the checkpoint has the weights of one"
+            f"{architecture} is of no task that bridge writes graphs for ({', '.join(sorted(tasks()))}); use target "
+            "hf, or give task= (--task) if the checkpoint has the weights of one"
         )
     if requested is not None and own is not None and requested not in (own, "feature-extraction"):
         raise UsageError(f"task {requested!r}: a checkpoint of {architecture} has no such head; use {own}")
@@ -34,22 +33,22 @@ def choose_task(requested: str | None, architecture: str) -> str:
 
 def model_class(config: Any, task: str) -> Any:
     """Return the transformers class to build: the named architecture if it has the task's head, else the task's own."""
-    listed, name = _classes(config, TASKS[task]), (getattr(config, "architectures", None) or [""])[0]
-    if named := listed.get(name) or _named(config, name, task):
+    heads, name = _classes(config, tasks()[task]), (getattr(config, "architectures", None) or [""])[0]
+    if named := heads.get(name) or _named(config, name, task):
         return named
-    if not listed:
-        have = [known for known, entry in TASKS.items() if _classes(config, entry)]
+    if not heads:
+        have = [known for known, entry in tasks().items() if _classes(config, entry)]
         raise UsageError(
             f"{config.model_type!r} has no {task} head in transformers; use one of: {', '.join(have) or 'none'}"
         )
-    return next(iter(listed.values()))
+    return next(iter(heads.values()))
 
 
 def _named(config: Any, name: str, task: str) -> Any:
     """The class of the checkpoint's weights if transformers lists it for no task: T5EncoderModel, CLIPSeg's head."""
     import transformers
 
-    cls = getattr(transformers, name, None) if name.endswith(TASKS[task].classes) else None
+    cls = getattr(transformers, name, None) if name.endswith(tasks()[task].classes) else None
     return cls if getattr(cls, "config_class", None) is type(config) else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bridge.targets.onnx.export.calls.states import filled, slots
+from bridge.targets.onnx.export.calls.states import filled, present
 from bridge.targets.onnx.export.calls.text import Flat
 from bridge.targets.onnx.export.family import Family
 
@@ -17,8 +17,7 @@ class Inner(Flat):
     def forward(self, inputs: dict[str, Any], past: list[Any]) -> tuple[Any, ...]:
         writer = self.model.language_model
         out = writer(**inputs, past_key_values=filled(writer.config, self.kinds, past), use_cache=True)
-        present = (tensor for layer in out.past_key_values.layers for _, tensor in slots(layer) or [])
-        return (out.logits, *present)
+        return (out.logits, *present(out.past_key_values))
 
 
 FAMILY = Family(decoder=Inner, inner_decoder=True)

@@ -9,7 +9,7 @@ from torch.export import Dim
 
 from bridge.targets.onnx.export.calls.multimodal import Vision, width_of
 from bridge.targets.onnx.export.calls.text import Axes, Call
-from bridge.targets.onnx.export.calls.towers import chosen_layers
+from bridge.targets.onnx.export.calls.towers import selected_layers
 from bridge.targets.onnx.export.family import Family
 
 
@@ -17,7 +17,7 @@ def _features(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
     """Mistral 3: the one image may have any size."""
     size, layer = (pixel_values.shape[2], pixel_values.shape[3]), model.config.vision_feature_layer
     made = model.model.vision_tower(pixel_values, image_sizes=[size], output_hidden_states=True, return_dict=True)
-    features: torch.Tensor = model.model.multi_modal_projector(chosen_layers(made, layer).squeeze(0), [size])
+    features: torch.Tensor = model.model.multi_modal_projector(selected_layers(made, layer).squeeze(0), [size])
     return features
 
 

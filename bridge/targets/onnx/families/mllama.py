@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.export import Dim
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from bridge.targets.onnx.export.calls.states import filled
-from bridge.targets.onnx.export.calls.text import BATCH, PAST, SEQUENCE, Axes, Call, Flat
+from bridge.targets.onnx.export.calls.text import BATCH, PAST, SEQUENCE, Axes, Call, Flat, Wrapped
 from bridge.targets.onnx.export.family import Family
 
 EMBEDS, MASK = "inputs_embeds", "cross_attention_mask"
@@ -29,14 +28,8 @@ def _call(model: Any, part: str, mode: Any, dtype: torch.dtype) -> Call:
     return _vision_call(model, mode, dtype) if part == "vision" else _decoder_call(model, mode, dtype)
 
 
-class _Vision(nn.Module):
+class _Vision(Wrapped):
     """Keys and values of all layers of cross-attention; what these compute beside them is dropped."""
-
-    model: Any
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
         decoder, cache = self.model.model.language_model, DynamicCache()
@@ -50,14 +43,8 @@ class _Vision(nn.Module):
         return tuple(tensor for layer in kept for tensor in (layer.keys, layer.values))
 
 
-class _Embedding(nn.Module):
+class _Embedding(Wrapped):
     """Embeddings of tokens; the token of an image has one, too."""
-
-    model: Any
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, input_ids: Any) -> Any:
         return self.model.get_input_embeddings()(input_ids)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bridge.targets.onnx.export.calls.sound import Heard
+from bridge.targets.onnx.export.calls.sound import SoundMasks
 from bridge.targets.onnx.export.family import Family
 
 STRIDE = 64 * 3 * 2  # samples from one state to the next
@@ -31,4 +31,4 @@ def _samples(mask: Any) -> Any:
     return mask[..., None].expand(-1, -1, STRIDE).flatten(1)
 
 
-FAMILY = Family(sound=Heard(_settle, _every_state, _samples))
+FAMILY = Family(sound=SoundMasks(_settle, _every_state, _samples))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from bridge.targets.onnx.export.calls.states import filled, slots
+from bridge.targets.onnx.export.calls.states import filled, present
 from bridge.targets.onnx.export.calls.text import Flat
 from bridge.targets.onnx.export.family import Family
 
@@ -30,8 +30,7 @@ class _PrefixAtOnce(Flat):
         cache.__class__ = _Empty
         given = {**inputs, "token_type_ids": whole, "position_ids": inputs["position_ids"] + 1}
         out = self.model(**given, past_key_values=cache, use_cache=True)
-        present = (tensor for layer in out.past_key_values.layers for _, tensor in slots(layer) or [])
-        return (out.logits, *present)
+        return (out.logits, *present(out.past_key_values))
 
 
 FAMILY = Family(decoder=_PrefixAtOnce, seen_by="token_type_ids")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bridge.targets.onnx.export.calls.sound import Heard
+from bridge.targets.onnx.export.calls.sound import SoundMasks
 from bridge.targets.onnx.export.family import Family
 
 
@@ -20,4 +20,4 @@ def _by_length(model: Any, mask: Any) -> Any:
     return (torch.arange(count(mask.shape[-1])) < count(mask.sum(-1))[:, None]).long()
 
 
-FAMILY = Family(sound=Heard(_settle, _by_length, lambda mask: mask))
+FAMILY = Family(sound=SoundMasks(_settle, _by_length, lambda mask: mask))

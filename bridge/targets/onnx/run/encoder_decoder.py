@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +17,8 @@ from bridge.core.errors import CannotRun, VerifyError
 from bridge.core.output.names import GENERATION
 from bridge.targets.config_json import generation_settings
 from bridge.targets.generation import Chooser, Settings
-from bridge.targets.onnx.files import DECODER, ENCODER, graphs
-from bridge.targets.onnx.names import GENAI, UNKNOWN
+from bridge.targets.onnx.files import DECODER, ENCODER, GENAI, UNKNOWN, graphs
 from bridge.targets.onnx.run.runtime import PAST, PRESENT, Runtime
-from bridge.targets.onnx.run.transcripts import opening, without
 
 Arrays = dict[str, np.ndarray]
 MASK = "encoder_attention_mask"
@@ -170,3 +169,42 @@ class SourceReader(_Loaded):
         """The logits (vocabulary,) behind the start alone."""
         logits: np.ndarray = self.model.step(np.array([[self.model.start]]), self.model.source(self._seen), {})[0][0]
         return logits
+
+
+def opening(settings: Mapping[str, Any], start: int, listen: Callable[[], np.ndarray]) -> list[int]:
+    """The tokens that Whisper begins a transcript with, as transformers chooses them: start, language, task, no times.
+
+    settings: those of generation_config.json. A language that they do not name is the likeliest after `start`, by the
+    logits (vocabulary,) that `listen` returns.
+
+    >>> told = {"lang_to_id": {"<|en|>": 7, "<|de|>": 8}, "forced_decoder_ids": [[1, None], [2, 5]]}
+    >>> opening(told | {"no_timestamps_token_id": 9}, 3, lambda: np.arange(10))
+    [3, 8, 5, 9]
+    """
+    task, language = settings.get("task"), settings.get("language")
+    forced = [] if task or language else sorted(settings.get("forced_decoder_ids") or [])
+    tokens: list[int | None] = [start, *(token for _, token in forced)]
+    languages = settings.get("lang_to_id") or {}
+    if language or (languages and (len(tokens) == 1 or tokens[1] is None)):
+        named = languages.get(language, languages.get(f"<|{language}|>"))
+        if named is None:
+            logits = listen()
+            named = max(languages.values(), key=lambda token: logits[token])
+        tokens[1:2] = [named]
+    if (task or language) and (tasks := settings.get("task_to_id")):
+        tokens.append(tasks[task or "transcribe"])
+    silent = settings.get("no_timestamps_token_id")
+    if silent is not None and tokens[-1] != silent:
+        tokens.append(silent)
+    return [token for token in tokens if token is not None]
+
+
+def without(logits: np.ndarray, settings: Mapping[str, Any], *, first: bool) -> np.ndarray:
+    """Logits (vocabulary,) with those tokens at -inf that generation_config.json forbids, some as the `first` alone."""
+    forbidden = list(settings.get("suppress_tokens") or [])
+    forbidden += (settings.get("begin_suppress_tokens") or []) if first else []
+    if not forbidden:
+        return logits
+    left = logits.copy()
+    left[forbidden] = -np.inf
+    return left

@@ -15,14 +15,14 @@ import numpy as np
 from bridge.core.errors import VerifyError
 from bridge.core.text import number
 from bridge.targets.generation import Chooser, Settings
-from bridge.targets.onnx.files import DECODER, EMBEDDING, SPEECH, VISION
-from bridge.targets.onnx.names import GENAI
-from bridge.targets.onnx.run.image_places import image_places
+from bridge.targets.onnx.files import DECODER, EMBEDDING, GENAI, SPEECH, VISION
 from bridge.targets.onnx.run.runtime import PAST, PRESENT, Runtime
 from bridge.targets.onnx.run.tiles import COUNTS, SIZES, tiling_of
 
 Arrays = dict[str, np.ndarray]
 GRID, EXTENTS = "image_grid_thw", "spatial_shapes"  # of images in patches
+MASK = "cross_attention_mask"  # batch, tokens, images, tiles: 1 where a token reads a tile
+CROSSED = ".encoder."  # in names of keys and values of cross-attention
 
 
 class MultiModal:
@@ -131,7 +131,7 @@ class MultiModal:
         ids = inputs["input_ids"]
         grids = inputs.get(GRID, np.zeros((0, 3), np.int64))
         self._check_tokens(ids, int(grids.prod(axis=1).sum()) // self.merge**2)
-        return image_places(ids, inputs.get("attention_mask", np.ones_like(ids)), grids, self.token, self.merge)
+        return mrope_positions(ids, inputs.get("attention_mask", np.ones_like(ids)), grids, self.token, self.merge)
 
     def read(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
         """What the tower reads of transformers' inputs; images of each row and their number become one axis."""
@@ -204,3 +204,83 @@ class MultiModalGenerator:
                 return
             inputs = {"input_ids": np.array([[token]], np.int64)}
             places = None if places is None else np.full((3, 1, 1), places.max() + 1)
+
+
+def mrope_positions(ids: np.ndarray, mask: np.ndarray, grids: np.ndarray, token: int, merge: int) -> np.ndarray:
+    """Places of tokens in time, row and column, as Qwen-VL counts them: 3, batch, sequence.
+
+    Texts count up in all three; the tokens of an image have its rows and columns.
+
+    `grids`: height and width of each image in patches, `merge` x `merge` of which are a token. A text goes on behind
+    the largest place of the image before it. Masked tokens are at 0.
+
+    >>> ids = np.array([[5, 9, 9, 9, 9, 5]])
+    >>> mrope_positions(ids, np.ones_like(ids), np.array([[1, 4, 4]]), token=9, merge=2)[:, 0].tolist()
+    [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]
+    """
+    places = np.zeros((3, *ids.shape), np.int64)
+    images = iter(grids)
+    for row in range(len(ids)):
+        at, following = int(mask[row].argmax()), 0
+        while at < ids.shape[1]:
+            if ids[row, at] != token:
+                places[:, row, at] = following
+                at, following = at + 1, following + 1
+                continue
+            frames, height, width = (int(extent) for extent in next(images))
+            shape = (frames, height // merge, width // merge)
+            own = np.indices(shape).reshape(3, -1)
+            end = at + own.shape[1]
+            if end > ids.shape[1] or (ids[row, at:end] != token).any():
+                raise VerifyError(
+                    f"row {row} of the text has fewer than {own.shape[1]} image tokens (id {token}) from token {at} "
+                    f"on, where an image of {height} x {width} patches stands; place them as the processor does"
+                )
+            places[:, row, at:end] = own + following
+            at, following = end, following + max(shape)
+    return places
+
+
+def load_multimodal(directory: Path) -> MultiModal:
+    """Load a written model that sees or hears.
+
+    >>> load_multimodal(Path("llama-vision-fp8")).run({"input_ids": ids})["logits"].shape  # doctest: +SKIP
+    (1, 17, 128256)
+    """
+    joined = json.loads((directory / GENAI).read_text())["model"]
+    crosses = MASK in joined.get("decoder", {}).get("inputs", {})
+    return CrossAttending(directory) if crosses else MultiModal(directory)
+
+
+class CrossAttending(MultiModal):
+    """Graphs of a decoder that reads images by cross-attention: Llama 3.2 Vision.
+
+    What `vision.onnx` calls `present.N.encoder.key` the decoder takes as `past_key_values.N.encoder.key`, at every step
+    the same. A text alone has zeros in their place and none of it reads them: then these layers change nothing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        joined = json.loads((directory / GENAI).read_text())["model"]
+        self.positions = int(joined["decoder"]["image_positions"])
+
+    def feeds(self, inputs: Mapping[str, np.ndarray]) -> dict[str, Mapping[str, np.ndarray]]:
+        seen = {name: array for name, array in inputs.items() if name in self.tower.inputs}
+        embedding = {"input_ids": inputs["input_ids"]}
+        decoder = {name: array for name, array in inputs.items() if name in self.decoder.inputs}
+        if seen:
+            decoder |= {n.replace(PRESENT, PAST): array for n, array in self.tower.run(seen).items()}
+        elif not any(CROSSED in name for name in decoder):
+            decoder |= self._nothing(inputs["input_ids"])
+        decoder |= self.embedding.run(embedding)
+        return {**({self.file: seen} if seen else {}), EMBEDDING: embedding, DECODER: decoder}
+
+    def _nothing(self, ids: np.ndarray) -> Arrays:
+        """An image of zeros that no token reads: ONNX Runtime shares no heads among keys without positions."""
+        shapes = {name: value.shape for name, value in self.decoder.inputs.items() if CROSSED in name}
+        zeros = {n: np.zeros((len(ids), s[1], self.positions, s[3]), np.float32) for n, s in shapes.items()}
+        return {**zeros, MASK: np.zeros((*ids.shape, 1, int(self.decoder.inputs[MASK].shape[3])), np.int64)}
+
+    def kept(self, feeds: Mapping[str, np.ndarray], out: Arrays) -> Arrays:
+        crossed = {name: array for name, array in feeds.items() if CROSSED in name}
+        return {**super().kept(feeds, out), **crossed, MASK: feeds[MASK][:, -1:]}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bridge.core.errors import VerifyError
-from bridge.targets.onnx.names import ROWS, WEIGHTS
+from bridge.targets.onnx.files import TILE_ROWS, TILE_WEIGHTS
 
 SIZES, COUNTS = "image_sizes", "batch_num_images"
 _MORE = 1.1  # times the features that are kept, from which on OneVision resamples
@@ -99,8 +99,8 @@ class Tiling:
         for image, size, beside in zip(pixels, sizes, together, strict=True):
             tiles = self.count(size) if beside == 1 else 1
             rows, weights = self.rows(size, tiles)
-            more = {WEIGHTS: weights.astype(np.float32)} if self.most else {}
-            yield {"pixel_values": image[:tiles], ROWS: rows, **more}
+            more = {TILE_WEIGHTS: weights.astype(np.float32)} if self.most else {}
+            yield {"pixel_values": image[:tiles], TILE_ROWS: rows, **more}
 
 
 def tiling_entries(text: Mapping[str, Any], pixels: Any) -> dict[str, Any]:

@@ -56,10 +56,10 @@ def write_onnx(
     from bridge.targets.onnx.export.light_import import import_onnx_ir
 
     import_onnx_ir()
-    from bridge.targets.onnx.export.cached import is_kept
+    from bridge.targets.onnx.export.cached import is_cached
 
     stop, spare, files = threading.Event(), context, files_of(options.task)
-    if not all(is_kept(_request(context, options, part)) for part in files):
+    if not all(is_cached(_request(context, options, part)) for part in files):
         spare = replace(context, workers=max(1, cores() - 1))  # one core makes the graph
     with readers(1, context.source, name="weights") as pool:
         weights: Future[Summary] = pool.submit(run, spare, directory, stop)

@@ -19,7 +19,7 @@ from bridge.core.errors import ExportError
 from bridge.core.output import cache, provenance
 from bridge.sources.live_models import as_installed
 from bridge.targets.onnx.export import cached, request
-from bridge.targets.onnx.export.cached import float_graph, is_kept
+from bridge.targets.onnx.export.cached import float_graph, is_cached
 from bridge.targets.onnx.export.float_graph import from_bytes, to_bytes
 from bridge.targets.onnx.export.request import GraphRequest
 from tests.models.graphs import export_once
@@ -191,9 +191,9 @@ def test_a_graph_that_is_read_is_the_one_that_was_made(case: str) -> None:
 
 def test_equal_requests_are_exported_once_and_each_gets_its_own_graph(folder: Path, exports: list[str]) -> None:
     request = request_of(BIASED)
-    assert not is_kept(request)
+    assert not is_cached(request)
     first, names = float_graph(request, lambda _: None)
-    assert is_kept(request)
+    assert is_cached(request)
     first.model.graph.inputs.clear()
     second, same = float_graph(replace(request), lambda _: None)
     assert exports == ["causal-lm"]
@@ -320,7 +320,7 @@ def test_code_that_others_may_have_changed_makes_no_entry_and_reads_none(
     float_graph(request, lambda _: None)
     with monkeypatch.context() as patched:
         patched.setattr(as_installed, "models_are_as_installed", lambda: False)
-        assert not is_kept(request)
+        assert not is_cached(request)
         float_graph(request, lambda _: None)
     assert exports == ["causal-lm"] * 4
     float_graph(request, lambda _: None)
@@ -341,7 +341,7 @@ def test_a_template_is_filled_in_and_nothing_is_kept(
 ) -> None:
     request = request_of(llama(num_hidden_layers=3))
     texts: list[str] = []
-    assert is_kept(request)
+    assert is_cached(request)
     graph, names = float_graph(request, texts.append)
     assert names == {name: name for name in graph.weights}
     assert texts == ["graph: template of llama"]

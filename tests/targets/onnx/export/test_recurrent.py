@@ -16,7 +16,7 @@ from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 from transformers.models.recurrent_gemma import modeling_recurrent_gemma as gemma
 
-from bridge.targets.onnx.export.calls.states import StateCache, StateLayer, take_asked
+from bridge.targets.onnx.export.calls.states import StateCache, StateLayer, take_requested_state
 from bridge.targets.onnx.export.naming import name_by_structure
 from bridge.targets.onnx.export.recurrent import replace
 from bridge.targets.onnx.export.recurrent.loops import CHUNK, expand
@@ -119,9 +119,9 @@ def test_a_layer_that_scans_head_by_head_takes_the_state_of_each() -> None:
     layer.recurrent_states[0], layer.has_previous_state[0] = random(BATCH, HEADS, WIDTH, SIZE), True
     cache.layers = [layer]
     state = cache.get_recurrent_state(0)
-    taken = [take_asked() for _ in range(HEADS)]
+    taken = [take_requested_state() for _ in range(HEADS)]
     assert all(torch.equal(one, state[:, head]) for head, one in enumerate(taken))
-    assert take_asked() is None
+    assert take_requested_state() is None
 
 
 @pytest.mark.parametrize("cuts", [[], [1, CHUNK, CHUNK + 1, LONG - 1]])

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from bridge.targets.onnx.export.calls.images import _forget_biases
-from bridge.targets.onnx.export.calls.sound import _fill_up, heard
+from bridge.targets.onnx.export.calls.sound import _fill_up, sound_masks
 from bridge.targets.onnx.export.family import replace_methods
 
 MOONSHINE = {
@@ -84,7 +84,7 @@ def test_the_mask_of_states_is_made_before_the_encoder_runs(kind: str, fields: d
     sound, tokens = torch.randn(3, *extents), torch.tensor([[3, 5]] * 3)
     mask = (torch.arange(extents[0]) < torch.tensor([extents[0], extents[0] // 2, extents[0] * 3 // 4])[:, None]).long()
     given = {model.main_input_name: sound, "decoder_input_ids": tokens, "use_cache": False}
-    found = heard(model)
+    found = sound_masks(model)
     assert found is not None
     with torch.no_grad():
         want = model(attention_mask=mask, **given).logits

@@ -105,7 +105,7 @@ def test_stamped_graph_computes_what_the_whole_one_does(
     kinds: str, exported: list[int], scales: dict[str, float], tmp_path: Path
 ) -> None:
     layers = _layers(kinds)
-    assert layers.chosen() == exported
+    assert layers.representatives() == exported
     few = _Maker(len(exported), lambda i: scales[kinds[exported[i]]]).model()
     stamp_layers(few, layers, exported)
     whole = _Maker(len(kinds), lambda i: scales[kinds[i]]).model()

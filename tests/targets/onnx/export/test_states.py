@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 import bridge
 from bridge.sources.opening import open_source
+from bridge.targets.onnx.files import GENAI
 from bridge.targets.onnx.lint import lint
-from bridge.targets.onnx.names import GENAI
 from bridge.targets.onnx.run.runtime import Runtime
 from bridge.targets.onnx.write.genai_config import write_genai_config
 from tests.models.graphs import export_once

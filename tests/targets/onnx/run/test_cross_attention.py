@@ -13,9 +13,8 @@ import transformers
 
 import bridge
 from bridge.core.errors import VerifyError
-from bridge.targets.onnx.files import DECODER, VISION
-from bridge.targets.onnx.names import GENAI
-from bridge.targets.onnx.run.cross_attention import MASK, load_multimodal
+from bridge.targets.onnx.files import DECODER, GENAI, VISION
+from bridge.targets.onnx.run.multimodal import MASK, load_multimodal
 from bridge.verification.outputs import relative_l2
 from tests import once
 from tests.models.crossing_family import CROSSED, IMAGE, LAYERS, TILES, save_mllama

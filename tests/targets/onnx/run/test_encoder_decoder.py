@@ -14,7 +14,7 @@ import torch
 import bridge
 from bridge.core.errors import BridgeError, CannotRun
 from bridge.targets.generation import Settings
-from bridge.targets.onnx.names import GENAI
+from bridge.targets.onnx.files import GENAI
 from bridge.targets.onnx.run.encoder_decoder import EncoderDecoder, TextGenerator
 from bridge.verification.outputs import relative_l2
 from tests import once

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import bridge
 from bridge.cli.main import app
 from bridge.core.errors import UsageError
-from bridge.targets.onnx.run.transcripts import opening
+from bridge.targets.onnx.run.encoder_decoder import opening
 from tests import once
 from tests.models.hearing_family import (
     FORBIDDEN,

@@ -15,9 +15,8 @@ import transformers
 
 import bridge
 from bridge.core.errors import UsageError, VerifyError
-from bridge.targets.onnx.names import GENAI
-from bridge.targets.onnx.run.image_places import image_places
-from bridge.targets.onnx.run.multimodal import MultiModal
+from bridge.targets.onnx.files import GENAI
+from bridge.targets.onnx.run.multimodal import MultiModal, mrope_positions
 from bridge.verification.outputs import relative_l2
 from tests import once
 from tests.models.seeing_family import LLAMA, picture, save_llava
@@ -227,7 +226,7 @@ def test_places_of_images_and_texts_are_those_of_qwen() -> None:
     mask[1, :3] = 0
     kinds = (ids == token).long()
     want, _ = qwen.get_rope_index(ids, kinds, image_grid_thw=grids, attention_mask=mask)
-    got = image_places(ids.numpy(), mask.numpy(), grids.numpy(), token, 2)
+    got = mrope_positions(ids.numpy(), mask.numpy(), grids.numpy(), token, 2)
     np.testing.assert_array_equal(got[:, mask == 1], want.numpy()[:, mask == 1])
 
 

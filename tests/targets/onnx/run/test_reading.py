@@ -12,7 +12,7 @@ import transformers
 
 import bridge
 from bridge.core.errors import UsageError
-from bridge.targets.onnx.names import GENAI
+from bridge.targets.onnx.files import GENAI
 from tests import once
 from tests.models.seeing_family import LLAMA, picture
 from tests.models.seq2seq_families import seq2seq

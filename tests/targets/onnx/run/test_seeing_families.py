@@ -11,7 +11,7 @@ import transformers
 
 import bridge
 from bridge.targets.generation import Settings
-from bridge.targets.onnx.names import GENAI
+from bridge.targets.onnx.files import GENAI
 from bridge.targets.onnx.run.multimodal import MultiModal, MultiModalGenerator
 from tests import once
 from tests.models.processed_families import PROCESSORS, save

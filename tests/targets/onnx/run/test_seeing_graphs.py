@@ -14,8 +14,7 @@ import torch
 import bridge
 from bridge.core.errors import VerifyError
 from bridge.targets.generation import Settings
-from bridge.targets.onnx.files import DECODER, VISION
-from bridge.targets.onnx.names import GENAI
+from bridge.targets.onnx.files import DECODER, GENAI, VISION
 from bridge.targets.onnx.run.multimodal import MultiModal, MultiModalGenerator
 from tests import once
 from tests.oracles import export_oracle as oracle

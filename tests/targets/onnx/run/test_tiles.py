@@ -16,7 +16,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOn
 
 import bridge
 from bridge.core.errors import VerifyError
-from bridge.targets.onnx.names import GENAI, ROWS
+from bridge.targets.onnx.files import GENAI, TILE_ROWS
 from bridge.targets.onnx.run.multimodal import MultiModal
 from bridge.targets.onnx.run.tiles import Tiling
 from bridge.verification.outputs import relative_l2
@@ -90,7 +90,7 @@ def test_the_manifest_says_how_tiles_are_joined() -> None:
     assert {name: vision[name] for name in vision if name.startswith("tile_")} == {
         "tile_sizes": SIZES, "tile_pixels": 24, "tile_side": 3, "tile_features": 0,
     }  # fmt: skip
-    assert ROWS in vision["inputs"]
+    assert TILE_ROWS in vision["inputs"]
 
 
 def test_images_without_their_sizes_are_refused() -> None:

@@ -19,7 +19,7 @@ import torch
 import bridge
 from bridge.core.errors import UsageError
 from bridge.targets.onnx.files import MODEL
-from bridge.targets.onnx.run.cross_attention import load_multimodal
+from bridge.targets.onnx.run.multimodal import load_multimodal
 from bridge.targets.onnx.run.runtime import FEEDS, Runtime, open_session
 from bridge.verification.outputs import relative_l2
 from tests.sweep import seeing

@@ -6,23 +6,18 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch import nn
 from torch.export import Dim
 
 from bridge.core.errors import ExportError
 from bridge.sources.configs.diffusion import PLACES, nested
 from bridge.sources.live_models.diffusion_inputs import example_inputs
-from bridge.targets.onnx.export.calls.text import BATCH, Axes, Call
+from bridge.targets.onnx.export.calls.text import BATCH, Axes, Call, Wrapped
 
 OUTPUT = "out_sample"  # diffusers says `sample`, which is an input of a UNet
 
 
-class _Step(nn.Module):
+class _Step(Wrapped):
     """A denoiser that takes tensors by name, also those that it has in dictionaries, and returns its sample."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, inputs: dict[str, Any], _: list[Any]) -> tuple[Any, ...]:
         return (self.model(**nested(inputs), return_dict=False)[0],)

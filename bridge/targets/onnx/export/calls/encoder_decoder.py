@@ -16,11 +16,20 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import MoEModelOutput
 
-from bridge.core.errors import ExportError
 from bridge.targets.onnx.export.calls.images import Size, pixels_of, size_of
-from bridge.targets.onnx.export.calls.sound import heard, sounds
+from bridge.targets.onnx.export.calls.sound import example_sounds, sound_masks
 from bridge.targets.onnx.export.calls.states import filled
-from bridge.targets.onnx.export.calls.text import BATCH, PAST, SEQUENCE, Axes, Bounds, Call, dynamic_axes
+from bridge.targets.onnx.export.calls.text import (
+    BATCH,
+    PAST,
+    SEQUENCE,
+    Axes,
+    Bounds,
+    Call,
+    Wrapped,
+    dynamic_axes,
+    other_cache,
+)
 from bridge.targets.tasks import Task
 
 SOURCE = 7  # tokens of the example's source: unlike every other extent of the examples
@@ -33,7 +42,7 @@ MASK = "encoder_attention_mask"
 
 def part_call(model: Any, task: Task, part: str, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
     """Return the call of `part`, "encoder" or "decoder". `image`: height and width, if the config gives none."""
-    if found := heard(model):
+    if found := sound_masks(model):
         found.settle(model)
     with mode:
         source = _source(model, task, dtype, image)
@@ -66,30 +75,26 @@ class _Kept:
     width: int
 
 
-class _Encoder(nn.Module):
+class _Encoder(Wrapped):
     """The encoder's states, and keys and values of cross-attention; what else the decoder computes is dropped."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
         batch = next(iter(inputs.values())).shape[0]
         start = torch.full((batch, 1), START, dtype=torch.long)
         masks = []
-        if found := heard(self.model):
+        if found := sound_masks(self.model):
             masks = [found.states(self.model, inputs["attention_mask"])]
             inputs = {**inputs, "attention_mask": found.taken(masks[0])}
         out = self.model(**inputs, decoder_input_ids=start, past_key_values=_empty(), use_cache=True)
         return out.encoder_last_hidden_state, *_flat(out.past_key_values.cross_attention_cache), *masks
 
 
-class _Decoder(nn.Module):
+class _Decoder(Wrapped):
     """Logits and the grown cache, from tokens, the source's mask, and flat lists of both caches."""
 
     def __init__(self, model: nn.Module, width: int) -> None:
-        super().__init__()
-        self.model, self.width = model, width
+        super().__init__(model)
+        self.width = width
 
     def forward(self, input_ids: Any, mask: dict[str, Any], own: list[Any], cross: list[Any]) -> tuple[Any, ...]:
         cache = EncoderDecoderCache(_filled(own), DynamicCache())
@@ -122,8 +127,8 @@ def _source(model: Any, task: Task, dtype: torch.dtype, image: Size | None) -> _
     if name == "pixel_values":
         vision = model.config.encoder
         return _of_one_size(pixels_of(vision, size_of(vision, image), dtype))
-    if heard(model):
-        inputs, axes, bounds = sounds(model, dtype)
+    if sound_masks(model):
+        inputs, axes, bounds = example_sounds(model, dtype)
         return _Source(inputs, axes, STATES, bounds)
     frames = 2 * model.config.max_source_positions
     return _of_one_size({name: torch.zeros(BATCH, model.config.num_mel_bins, frames, dtype=dtype)})
@@ -136,15 +141,12 @@ def _of_one_size(inputs: dict[str, Any]) -> _Source:
 def _kept(model: Any, inputs: Mapping[str, Any]) -> _Kept:
     """Run the model once on fake tensors, of sounds without a mask."""
     start = torch.full((BATCH, 1), START, dtype=torch.long)
-    whole = {n: t for n, t in inputs.items() if n == model.main_input_name or not heard(model)}
+    whole = {n: t for n, t in inputs.items() if n == model.main_input_name or not sound_masks(model)}
     out = model(**whole, decoder_input_ids=start, past_key_values=_empty(), use_cache=True)
     cache = out.past_key_values
     layers = [*cache.cross_attention_cache.layers, *cache.self_attention_cache.layers]
     if not layers or any(type(layer) is not DynamicLayer for layer in layers):
-        raise ExportError(
-            f"{type(model).__name__}: its decoder keeps something other than keys and values of all tokens\n"
-            "  hint   convert it with target `hf`, which needs no graph"
-        )
+        raise other_cache(model)
     cross, own = (
         [tuple(map(int, t.shape)) for t in _flat(part)]
         for part in (cache.cross_attention_cache, cache.self_attention_cache)
@@ -155,7 +157,7 @@ def _kept(model: Any, inputs: Mapping[str, Any]) -> _Kept:
 def _encoder_call(model: Any, source: _Source, kept: _Kept, length: str | int) -> Call:
     gives: dict[str, Axes] = {"last_hidden_state": ("batch", length, kept.width)}
     gives |= {f"present.{slot}": ("batch", s[1], length, s[3]) for slot, s in _slots("encoder", kept.cross)}
-    gives |= {MASK: ("batch", length)} if heard(model) else {}
+    gives |= {MASK: ("batch", length)} if sound_masks(model) else {}
     # LongT5 fills up its blocks unless they are full, which would be by none, and asks whether there are global ones.
     blocks = hasattr(model.config, "encoder_attention_type")
     shapes = dynamic_axes(source.axes, source.bounds, STATES if blocks else "")

@@ -14,15 +14,26 @@ from torch import nn
 from torch.export import Dim
 from transformers.cache_utils import DynamicLayer
 
-from bridge.core.errors import ExportError
 from bridge.sources.live_models.flat_patches import GRIDS, example_patches, reads_patches
 from bridge.targets.onnx.export.calls.grids import grid_rows
 from bridge.targets.onnx.export.calls.images import Size, pixels_of, size_of
-from bridge.targets.onnx.export.calls.states import CONV, GROWS, cache_of, filled, slots
-from bridge.targets.onnx.export.calls.text import BATCH, PAST, SEQUENCE, Axes, Call, Flat, Kept, dynamic_axes, extents
+from bridge.targets.onnx.export.calls.states import CONV, GROWS, cache_of, filled, present, slots
+from bridge.targets.onnx.export.calls.text import (
+    BATCH,
+    PAST,
+    SEQUENCE,
+    Axes,
+    Call,
+    Flat,
+    Kept,
+    Wrapped,
+    dynamic_axes,
+    extents,
+    other_cache,
+)
 from bridge.targets.onnx.export.calls.towers import MASK, image_rows, patch_rows, sound_rows, tile_rows
 from bridge.targets.onnx.export.family import family_of
-from bridge.targets.onnx.names import ROWS, WEIGHTS
+from bridge.targets.onnx.files import TILE_ROWS, TILE_WEIGHTS
 from bridge.targets.tasks import Task
 
 QUESTION = ("qformer_input_ids", "qformer_attention_mask")  # what the queries of InstructBLIP read beside an image
@@ -44,46 +55,32 @@ def multimodal_call(model: Any, task: Task, part: str, mode: Any, dtype: torch.d
     return _vision_call(model, mode, dtype, image)
 
 
-class Vision(nn.Module):
+class Vision(Wrapped):
     """The features of images, one row an image token, as wide as the decoder."""
-
-    model: Any
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
         if GRID in inputs:
             return grid_rows(self.model, inputs["pixel_values"], inputs[GRID])
         if GRIDS in inputs:
             return (patch_rows(self.model, inputs["pixel_values"], inputs[GRIDS]),)
-        if ROWS in inputs:
-            return (tile_rows(self.model, inputs["pixel_values"], inputs[ROWS], inputs.get(WEIGHTS)),)
+        if TILE_ROWS in inputs:
+            return (tile_rows(self.model, inputs["pixel_values"], inputs[TILE_ROWS], inputs.get(TILE_WEIGHTS)),)
         return (image_rows(self.model, **inputs),)
 
 
-class _Speech(nn.Module):
+class _Speech(Wrapped):
     """The features of sound, as wide as the decoder, and how many rows are of each sound if the model counts them."""
-
-    model: Any
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, inputs: dict[str, Any]) -> tuple[Any, ...]:
         return sound_rows(self.model, inputs)
 
 
-class Embedding(nn.Module):
+class Embedding(Wrapped):
     """Embeddings of tokens, those of `token` replaced by rows of features, in order."""
 
-    model: Any
-
     def __init__(self, model: nn.Module, token: int) -> None:
-        super().__init__()
-        self.model, self.token = model, token
+        super().__init__(model)
+        self.token = token
 
     def forward(self, input_ids: Any, features: Any, deep: Any = None) -> tuple[Any, ...]:
         at = input_ids == self.token
@@ -115,8 +112,7 @@ class _Deep(Flat):
             )  # fmt: skip
         finally:
             del text._deepstack_process
-        present = (tensor for layer in out.past_key_values.layers for _, tensor in slots(layer) or [])
-        return (self.model.lm_head(out.last_hidden_state), *present)
+        return (self.model.lm_head(out.last_hidden_state), *present(out.past_key_values))
 
 
 def _vision_call(model: Any, mode: Any, dtype: torch.dtype, image: Size | None) -> Call:
@@ -146,8 +142,8 @@ def _tiles_call(model: Any, mode: Any, dtype: torch.dtype, parts: int) -> Call:
     vision = model.config.vision_config
     with mode:
         pixels = torch.zeros(TILES, vision.num_channels, vision.image_size, vision.image_size, dtype=dtype)
-        inputs = {"pixel_values": pixels, ROWS: torch.zeros(TOKENS, parts, dtype=torch.long)}
-        inputs |= {WEIGHTS: torch.zeros(TOKENS, parts, dtype=dtype)} if parts > 1 else {}
+        inputs = {"pixel_values": pixels, TILE_ROWS: torch.zeros(TOKENS, parts, dtype=torch.long)}
+        inputs |= {TILE_WEIGHTS: torch.zeros(TOKENS, parts, dtype=dtype)} if parts > 1 else {}
     rows = Dim("image_rows")
     shapes = {name: {0: Dim("image_tiles") if name == "pixel_values" else rows} for name in inputs}
     feeds: dict[str, Axes] = {"pixel_values": ("image_tiles", *map(int, pixels.shape[1:]))}
@@ -262,10 +258,7 @@ def _kept(model: Any, inputs: dict[str, Any]) -> Kept:
     layers = writer(**inputs, past_key_values=cache, use_cache=True, return_dict=True).past_key_values.layers
     kept = tuple(slots(layer) or [] for layer in layers)
     if not kept or any([kind for kind, _ in layer] not in (["key", "value"], [CONV]) for layer in kept):
-        raise ExportError(
-            f"{type(model).__name__}: its decoder keeps something other than keys and values of all tokens\n"
-            "  hint   convert it with target `hf`, which needs no graph"
-        )
+        raise other_cache(model)
     return kept
 
 

@@ -85,7 +85,7 @@ def _is_masked(config: Any, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Heard:
+class SoundMasks:
     """A family's sounds. `states`: the mask of the encoder's states, of that of its input; `taken`: as it takes it."""
 
     settle: Callable[[Any], None]  # lets the model take `taken`, in place
@@ -93,12 +93,14 @@ class Heard:
     taken: Callable[[Any], Any]
 
 
-def heard(model: Any) -> Heard | None:
+def sound_masks(model: Any) -> SoundMasks | None:
     """How the sounds of `model` are masked; None if they have one length, as Whisper's."""
     return family_of(model.config).sound
 
 
-def sounds(model: Any, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Axes], dict[str, tuple[int, int]]]:
+def example_sounds(
+    model: Any, dtype: torch.dtype
+) -> tuple[dict[str, Any], dict[str, Axes], dict[str, tuple[int, int]]]:
     """Example inputs, their axes, and the least and the largest extent of these."""
     if model.main_input_name == "input_values":
         inputs, axis, bounds = torch.zeros(BATCH, LENGTH, dtype=dtype), "samples", (STATE, MOST)

@@ -28,7 +28,7 @@ _ASKED: ContextVar[list[Any]] = ContextVar("the recurrent state that a layer ask
 
 
 class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is not typed
-    """Remembers the state that a layer asks for before it scans its tokens (`take_asked`)."""
+    """Remembers the state that a layer asks for before it scans its tokens (`take_requested_state`)."""
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         state = super().get_recurrent_state(layer_idx, state_idx)
@@ -37,7 +37,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]  # transformers is not typ
         return state
 
 
-def take_asked() -> Any:
+def take_requested_state() -> Any:
     """The state from which the next scan goes on; None before the first token."""
     asked = _ASKED.get([])
     return asked.pop(0) if asked else None
@@ -106,6 +106,11 @@ def slots(layer: Any) -> list[tuple[str, Any]] | None:
     if isinstance(layer, LinearAttentionLayer):
         kept += [(CONV, layer.conv_states[0]), (RECURRENT, layer.recurrent_states[0])]
     return [(kind, tensor) for kind, tensor in kept if tensor is not None] or None
+
+
+def present(cache: Any) -> list[Any]:
+    """Everything that the layers of a cache keep, in the order of `slots`."""
+    return [tensor for layer in cache.layers for _, tensor in slots(layer) or []]
 
 
 def _empty(config: Any) -> StateCache:

@@ -17,7 +17,6 @@ from torch.export import Dim
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from bridge.core.errors import ExportError
-from bridge.targets.onnx.export.calls.pooling import EMBEDDING, pooled
 from bridge.targets.onnx.export.calls.states import GROWS, cache_of, filled, slots
 from bridge.targets.tasks import Task
 
@@ -27,6 +26,7 @@ STATES = "cache_params"  # the cache of models that keep states alone
 Axes = tuple[str | int, ...]  # a word is dynamic, a number static
 Bounds = Mapping[str, tuple[int | None, int | None]]  # the least and the largest extent of an axis
 Kept = tuple[list[tuple[str, Any]], ...]  # by layer: kind and tensor of what it keeps
+EMBEDDING = "sentence_embedding"  # as optimum names the output
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,16 @@ class _Tap(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
 
     def get_seq_length(self) -> int:
         return 0
+
+
+class Wrapped(nn.Module):
+    """A model with another forward."""
+
+    model: Any
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
 
 
 class Flat(nn.Module):
@@ -208,6 +218,14 @@ def _probe(model: Any, inputs: dict[str, Any], task: Task, cache: bool) -> tuple
     return {n: out[n] for n in task.outputs if out.get(n) is not None}, kept
 
 
+def other_cache(model: Any) -> ExportError:
+    """What a decoder of several graphs is refused with."""
+    return ExportError(
+        f"{type(model).__name__}: its decoder keeps something other than keys and values of all tokens\n"
+        "  hint   convert it with target `hf`, which needs no graph"
+    )
+
+
 def _no_cache(model: Any, reason: str) -> ExportError:
     return ExportError(
         f"{type(model).__name__}: a graph with a cache needs keys and values per layer "
@@ -220,3 +238,23 @@ def _axes(name: str, shape: Any, length: str | int) -> Axes:
     """Every text output is [batch, length, features], [batch, features], or a question's [batch, length]."""
     positions = len(shape) == 3 or name in ("start_logits", "end_logits")
     return ("batch", length, *map(int, shape[2:])) if positions else ("batch", *map(int, shape[1:]))
+
+
+def pooled(states: Any, mask: Any, pooling: str) -> Any:
+    """[batch, tokens, features] and the mask [batch, tokens] -> [batch, features]. `pooling`: see `read_pooling`.
+
+    Means are taken in float32, as sentence-transformers does: half sums overflow, and count to 256 in bfloat16.
+    """
+    mode, _, normalized = pooling.partition(" ")
+    kept = mask[..., None].to(states.dtype)
+    if mode == "mean":
+        kept = kept.float()
+        vector = ((states.float() * kept).sum(1) / kept.sum(1).clamp(min=1e-9)).to(states.dtype)
+    elif mode == "max":
+        vector = states.masked_fill(kept == 0, torch.finfo(states.dtype).min).amax(1)
+    else:  # the first or the last token that is not padding, which may be on either side
+        places = torch.arange(1, mask.shape[1] + 1)
+        order = places if mode == "lasttoken" else mask.shape[1] + 1 - places
+        at = (mask.to(torch.int32) * order.to(torch.int32)).argmax(1)
+        vector = states.gather(1, at[:, None, None].expand(-1, 1, states.shape[-1]))[:, 0]
+    return torch.nn.functional.normalize(vector, dim=-1) if normalized else vector

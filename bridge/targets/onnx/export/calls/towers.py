@@ -48,7 +48,7 @@ def _whole(model: Any) -> Iterator[None]:
         del scope["list"]
 
 
-def chosen_layers(made: Any, layer: int | list[int]) -> torch.Tensor:
+def selected_layers(made: Any, layer: int | list[int]) -> torch.Tensor:
     """What the layers of a tower made that a config chooses, beside each other."""
     return torch.cat([made.hidden_states[at] for at in ([layer] if isinstance(layer, int) else layer)], -1)
 
@@ -60,7 +60,7 @@ def tile_rows(model: Any, pixel_values: torch.Tensor, rows: torch.Tensor, weight
     """
     config = model.config
     made = model.model.vision_tower(pixel_values, output_hidden_states=True, return_dict=True)
-    states = chosen_layers(made, config.vision_feature_layer)
+    states = selected_layers(made, config.vision_feature_layer)
     states = states[:, 1:] if config.vision_feature_select_strategy == "default" else states
     features = model.model.multi_modal_projector(states).flatten(0, 1)
     features = torch.cat([features, model.model.image_newline[None]])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from bridge.targets.onnx.export.calls.states import take_asked
+from bridge.targets.onnx.export.calls.states import take_requested_state
 from bridge.targets.onnx.export.family import families_of
 from bridge.targets.onnx.export.this_thread import for_this_thread
 
@@ -101,7 +101,7 @@ def _selective_scan(
     batch, channels, _tokens = hidden_states.shape
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
     dt = (functional.softplus(dt) if delta_softplus else dt).float()
-    state = take_asked()
+    state = take_requested_state()
     state = dt.new_zeros(batch, channels, A.shape[-1]) if state is None else state
     y, state = recurrence(SELECTIVE, (dt, dt * hidden_states.float(), B, C, A), hidden_states.shape, state)
     y = y.to(hidden_states.dtype)

@@ -29,7 +29,7 @@ def fill(model: ir.Model, sentinel: Sizes, sizes: Sizes) -> dict[str, str]:
     settle_frequencies(model.graph, sizes)
     _merge_constants(model.graph)
     layers = Layers(LAYERS, sizes.kinds)
-    if (kept := layers.chosen()) != list(range(len(sizes.kinds))):
+    if (kept := layers.representatives()) != list(range(len(sizes.kinds))):
         stamp_layers(model, layers, kept)
     tied = _tie(model.graph) if sizes.tied else {}
     name_by_structure(model)

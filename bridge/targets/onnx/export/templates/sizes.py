@@ -82,7 +82,7 @@ class Sizes:
     @property
     def exported_kinds(self) -> tuple[str, ...]:
         """The kinds of the layers that an export has: those that it stamps the others from."""
-        return tuple(self.kinds[layer] for layer in Layers("", self.kinds).chosen())
+        return tuple(self.kinds[layer] for layer in Layers("", self.kinds).representatives())
 
     @property
     def integers(self) -> tuple[int, ...]:
