@@ -38,9 +38,14 @@ ENDING, ABOUT = ".tar.xz", "about.json"
 CODE = (
     "bridge/targets/onnx/export", "bridge/targets/onnx/families", "bridge/sources/live_models", "mappings/tasks.toml",
     "bridge/targets/onnx/run/tiles.py", "bridge/sources/configs/diffusion.py", "bridge/core/dtypes.py",
+    "bridge/targets/tasks.py", "bridge/targets/onnx/files.py",
 )  # fmt: skip
 # Of CODE, what exports nothing.
-OTHER_CODE = ("bridge/targets/onnx/export/templates", "bridge/targets/onnx/export/cached.py")
+OTHER_CODE = (
+    "bridge/targets/onnx/export/templates", "bridge/targets/onnx/export/cached.py",
+    "bridge/targets/onnx/export/request.py", "bridge/targets/onnx/families/templates.py",
+    "bridge/targets/onnx/families/refusals.py",
+)  # fmt: skip
 PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "numpy", "ml-dtypes", "sympy")
 ROUNDED = 1e-6  # processors round the frequencies of rotary embeddings otherwise
 

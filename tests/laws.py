@@ -1,7 +1,7 @@
 """Laws of the package's shape, held to the numbers in budget.toml: python -m tests.laws
 
-Lines of the package and of each folder, parameters of a function, entries of a folder. `make lint` runs it. A change that
-passes a number edits it and says why.
+Lines of the package and of each folder, parameters of a function, entries of a folder. `make lint` runs it. A change
+that passes a number edits it and says why.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _parameters(files: Mapping[str, str], budget: Mapping[str, Any]) -> Iterator
                 if count > budget["most"]:
                     seen.add(where)
                     if where not in excepted:
-                        yield f"{where} has {count} parameters; {budget['most']} are the most, or it is excepted with a reason"
+                        yield f"{where} has {count} parameters, at most {budget['most']}; or list it with a reason"
     yield from (f"{where} is excepted and has few parameters: remove it from the list" for where in {*excepted} - seen)
 
 

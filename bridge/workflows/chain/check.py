@@ -17,7 +17,7 @@ from typing import Any
 from bridge.api.request import Request, resolve
 from bridge.api.sensitivity.budget import is_automatic, parse_automatic
 from bridge.calibration.data import Sampling
-from bridge.calibration.requirements import check_device, check_device_name
+from bridge.calibration.requirements import check_device, check_device_name, sampling_for
 from bridge.core.addresses import check_length
 from bridge.core.errors import BridgeError, UsageError
 from bridge.core.output.replace import check_free
