@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(DEMO)
 	$(BIN)/python examples/demo.py
 
-# Before each commit: the fast tests that the changes since HEAD can reach (tests/closure.py), in three minutes on two
+# Before each commit: lint, types, and the fast tests that the changes since HEAD can reach (tests/closure.py), in three minutes on two
 # cores. `make check ALL=1` runs every fast test.
 check: lint
 	$(PYTEST) $(if $(ALL),,--changed); status=$$?; test $$status = 5 && echo "no fast test is reached" || exit $$status
@@ -117,6 +117,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/qbridge check
 	$(BIN)/python -m tests.mutants --check
+	$(BIN)/python -m tests.laws
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -88,7 +88,8 @@ def _entries(files: Mapping[str, str], budget: Mapping[str, Any]) -> Iterator[st
     for file in files:
         parts = file.split("/")
         for end in range(1, len(parts)):
-            folders.setdefault("/".join(parts[:end]), set()).add(parts[end])
+            if parts[end] != "__init__.py":
+                folders.setdefault("/".join(parts[:end]), set()).add(parts[end])
     for folder, entries in sorted(folders.items()):
         if len(entries) > budget["most"] and folder not in budget["excepted"]:
             yield f"{folder} has {len(entries)} entries; {budget['most']} are the most"

@@ -28,7 +28,7 @@ from bridge.quant.schemes.load import check_schemes
 from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.report import Report
 from bridge.sources.opening import open_source
-from bridge.targets.contracts import check_contracts
+from bridge.targets import check_contracts
 from bridge.targets.manifest import load_manifest
 
 if TYPE_CHECKING:

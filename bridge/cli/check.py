@@ -21,7 +21,7 @@ from bridge.tables.architectures.roles import load_roles, parse_roles
 from bridge.tables.check import check_table
 from bridge.tables.dialects.check import check_dialect
 from bridge.tables.dialects.dialect import load_dialect, parse_dialect, with_layouts
-from bridge.targets.contracts import check_contract
+from bridge.targets import check_contract
 
 if TYPE_CHECKING:
     from bridge.streaming.rows import TensorReader

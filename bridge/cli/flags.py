@@ -1,4 +1,4 @@
-"""Every argument and flag of the command line, one table for all verbs.
+"""Every argument and flag of the command line, in one table.
 
 The name of a row is that of the parameter in Python, of `bridge.convert` for example. A row `VERB.PARAMETER` is for one
 verb, which has another text, type or default. A test compares the table with the signatures of the verbs.

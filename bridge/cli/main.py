@@ -1,4 +1,4 @@
-"""The entry of the command line: the list of verbs, each of which is imported when it is asked for."""
+"""The entry of the command line: verbs that are imported when called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags for the options of targets, and the help of verbs that take them."""
+"""Flags for the options of targets, and the help that shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs of the package as commands, where Python's verb does all of the work."""
+"""Commands that only call the package's verb of the same name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the report of a finished conversion, save it, and link an inspection from it."""
+"""Make and save the report of a conversion; link inspections from it."""
 
 from __future__ import annotations
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.core.dtypes import dtype_word
 from bridge.core.entry_points import registered
-from bridge.core.errors import UsageError
+from bridge.core.errors import TableError, UsageError
+from bridge.core.mappings import TableFile, read_table, table_files
 from bridge.core.text import nearest
-from bridge.planning.contract_files import find_runtime, load_runtime, runtime_names
+from bridge.planning.contract_files import find_runtime, load_runtime, parse_runtime, runtime_names
 from bridge.planning.contracts import Runtime
 from bridge.targets.target import Target as Target
 
@@ -95,3 +96,23 @@ def make_options(target: Target, arguments: dict[str, Any]) -> Any:
     if arguments.get("dtype") is not None and "dtype" in known:
         arguments = arguments | {"dtype": dtype_word(arguments["dtype"])}
     return target.Options(**arguments)
+
+
+def check_contracts() -> list[str]:
+    """The problems of every file of `mappings/runtimes`, none if all can be used."""
+    return [problem for path in table_files("runtimes") for problem in check_contract(read_table(path))]
+
+
+def check_contract(file: TableFile) -> list[str]:
+    """The problems of one file: a row that cannot be read, a target or an option that does not exist."""
+    try:
+        runtime = parse_runtime("", file)
+    except TableError as error:
+        return [str(error)]
+    problems = []
+    for contract in runtime.contracts:
+        try:
+            make_options(load_target(contract.target), dict(contract.options))
+        except UsageError as error:
+            problems.append(f"{file.name}: target {contract.target!r} with options {dict(contract.options)}: {error}")
+    return problems

@@ -12,7 +12,7 @@ import pytest
 import bridge
 from bridge.cli.flags import FLAGS, REQUIRED, flag_of
 from bridge.cli.main import VERBS, app
-from bridge.workflows.batch.run import Asked
+from bridge.workflows.batch.run import BatchOptions
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(bridge, name) for name in VERBS if name not in ("golden", "show", "cache")},
@@ -87,4 +87,4 @@ def test_every_row_belongs_to_a_verb() -> None:
 
 
 def test_a_batch_asks_with_the_rows_of_its_flags() -> None:
-    assert {*inspect.signature(Asked).parameters} == {*rows("batch")} - PRINTED - {"manifest"}
+    assert {*inspect.signature(BatchOptions).parameters} == {*rows("batch")} - PRINTED - {"manifest"}

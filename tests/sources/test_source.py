@@ -86,7 +86,7 @@ def test_one_that_is_complete_is_opened_as_it_is(plain: Plain) -> None:
 
 def test_a_kind_of_an_entry_point_may_open_one(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = SimpleNamespace(recognizes=lambda model: model == "mine", open_model=lambda *_: plain)
-    monkeypatch.setattr(opening, "added", lambda _: [SimpleNamespace(load=lambda: kind)])
+    monkeypatch.setattr(opening, "registered", lambda _: [SimpleNamespace(load=lambda: kind)])
     assert open_source("mine").folder == ""
 
 

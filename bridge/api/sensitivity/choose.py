@@ -1,4 +1,4 @@
-"""Choose a format for each unit, by an integer program, and measure the choice.
+"""Choose a format for each unit by an integer program; measure it.
 
 Choosing by cost per byte, one unit after the other, is not optimal: of 60 random cases of six units and four formats,
 10 cost more, up to 1.81 times (tests/api/sensitivity/test_solve.py). HiGHS proves the optimum. The sum of the costs of

@@ -1,4 +1,4 @@
-"""The job of a sensitivity run, and whether it fits into memory, from headers."""
+"""The job of a sensitivity run, and whether it fits into memory."""
 
 from __future__ import annotations
 

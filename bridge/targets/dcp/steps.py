@@ -1,4 +1,4 @@
-"""The steps of a distributed checkpoint, layer by layer or with layers stacked."""
+"""Steps of a distributed checkpoint, with layers apart or stacked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a GGUF file in llama.cpp, as the wheel `xllamacpp` has it, and generate tokens with it."""
+"""Run a GGUF file in llama.cpp, by the wheel `xllamacpp`."""
 
 from __future__ import annotations
 

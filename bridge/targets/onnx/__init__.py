@@ -1,1 +1,1 @@
-"""Graphs of ONNX for targets `trt` and `ort`: export, quantize, lint and run."""
+"""Graphs of ONNX for targets `trt` and `ort`: export, lint, run."""

@@ -1,4 +1,4 @@
-"""Names of the files that hold a written model, and names that these share."""
+"""Names of the files of a written model, and of their parts."""
 
 from __future__ import annotations
 

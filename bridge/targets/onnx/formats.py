@@ -1,4 +1,4 @@
-"""Formats that graphs of ONNX have, and that TensorRT and ONNX Runtime take."""
+"""Formats of ONNX graphs that TensorRT and ONNX Runtime take."""
 
 from __future__ import annotations
 

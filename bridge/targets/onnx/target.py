@@ -1,4 +1,4 @@
-"""The base class of targets `trt` and `ort`, which write graphs of ONNX."""
+"""The base class of targets `trt` and `ort`."""
 
 from __future__ import annotations
 

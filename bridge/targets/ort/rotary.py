@@ -1,4 +1,4 @@
-"""Fuse `x * cos + rotate_half(x) * sin` into RotaryEmbedding, or into attention.
+"""Fuse rotary embeddings into RotaryEmbedding or into attention.
 
 It reads projections whose heads are not split yet. Cosines and sines stay those of the exported graph, so that every
 scaling of RoPE holds.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.calibration.modelopt import copy_modules, import_frameworks
 from bridge.calibration.reference_outputs import mean_perplexity
-from bridge.calibration.walk.workers.device import home_of
+from bridge.calibration.requirements import home_of
 from bridge.calibration.walk.workers.processes import Workers, check_shared, share_of
 from bridge.core.output.directory import Work
 from bridge.core.output.names import CALIBRATION

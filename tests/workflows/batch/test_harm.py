@@ -26,7 +26,7 @@ from bridge.workflows.batch.engines.local import Local
 from bridge.workflows.batch.engines.queue import JobQueue
 from bridge.workflows.batch.job import CRASH, outcome_of, run_job
 from bridge.workflows.batch.manifest.read import read_manifest
-from bridge.workflows.batch.prepare import calibrations, finished
+from bridge.workflows.batch.prepare import calibrations, outputs
 from bridge.workflows.batch.prepare import plan as planning
 from bridge.workflows.batch.report import BatchReport, report_table
 from bridge.workflows.batch.values import BELOW, DONE, FAILED, PLANNED, Job, Outcome, Row, line
@@ -176,12 +176,12 @@ def test_a_calibration_of_another_version_of_torch_is_not_taken_up(
 def test_without_a_summary_the_calibration_in_the_output_decides(
     data: str, torch: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finished, "versions", lambda: {"torch": "2"})
+    monkeypatch.setattr(outputs, "versions", lambda: {"torch": "2"})
     file = tmp_path / "calibration.safetensors"
     Calibration(Provenance("fp8", "s", "", "", "", data, 1, 1, {"torch": torch})).save(file)
     planned = planning.PlannedRow(job("row").row, key="k", statistics=("s", "d"))
-    assert finished._same_calibration(planned, {}, file) is same
-    assert not finished._same_calibration(planned, {"k": "another"}, file)
+    assert outputs._same_calibration(planned, {}, file) is same
+    assert not outputs._same_calibration(planned, {"k": "another"}, file)
 
 
 @pytest.mark.slow

@@ -355,7 +355,7 @@ def test_a_summary_whose_name_no_system_takes_is_told_with_the_rest(length: int,
 
 def test_an_entry_point_adds_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("mine", engines.BUILT_IN["local"], "bridge.engines")
-    monkeypatch.setattr(engines, "_added", lambda: {"mine": point})
+    monkeypatch.setattr(engines, "_registered", lambda: {"mine": point})
     made = read(tmp_path, 'engine = "mine"\n[mine]\n[[row]]\nmodel = "llama"\ntarget = "hf"\n')
     assert made.engine == "mine" and "mine" in made.settings
     assert engines.make_engine("mine", engines.make_settings("mine", {}), Limits(2, 3)) == Local(2, 3)

@@ -20,8 +20,7 @@ from bridge.core.remote.upload import staging_path
 from bridge.core.remote.upload_directory import owning
 from bridge.core.remote.upload_note import NOTE
 from bridge.sources.opening import open_source
-from bridge.workflows.batch.prepare import capacity as room
-from bridge.workflows.batch.prepare import finished
+from bridge.workflows.batch.prepare import outputs
 from bridge.workflows.batch.prepare import plan as planning
 from bridge.workflows.batch.values import DONE, PLANNED
 from tests.core.remote.conftest import s3, s3_server
@@ -188,7 +187,7 @@ def test_a_damaged_report_is_not_a_finished_row(damage: bytes, s3: S3Client) -> 
 def test_a_bug_that_looks_at_what_is_there_is_told(s3: S3Client, monkeypatch: pytest.MonkeyPatch) -> None:
     bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/eight", verify=False)
     manifest()
-    monkeypatch.setattr(finished, "_same_calibration", lambda *_: None + 1)  # type: ignore[operator]
+    monkeypatch.setattr(outputs, "_same_calibration", lambda *_: None + 1)  # type: ignore[operator]
     assert bridge.batch("nightly.toml", workers=1).outcomes["eight"].kind == "Crash"
 
 
@@ -305,14 +304,14 @@ def test_one_read_that_nobody_answered_is_no_dead_store(
 ) -> None:
     for name in "abc":
         bridge.convert(TINY, "hf", "int8_wo", f"{OUT}/{name}", verify=False)
-    outcome = finished._outcome
+    outcome = outputs._outcome
 
     def once(planned: Any, out: Path) -> Any:
         if planned.row.name == late:
             raise no_answer(planned.row.out)
         return outcome(planned, out)
 
-    monkeypatch.setattr(finished, "_outcome", once)
+    monkeypatch.setattr(outputs, "_outcome", once)
     rows = "".join(f'[[row]]\nname = "{name}"\nquant = "int8_wo"\n' for name in "abc")
     ends = bridge.batch(manifest(rows), dry_run=True).outcomes
     assert ends[late].error == f"{OUT}/{late}: cannot be read"
@@ -347,7 +346,7 @@ def test_an_output_that_was_looked_at_shows_that_its_store_answers(
         if not url.endswith("/a"):
             raise no_answer(url)
 
-    monkeypatch.setattr(room, "check_replaceable", looking)
+    monkeypatch.setattr(outputs, "check_replaceable", looking)
     rows = "".join(f'[[row]]\nname = "{name}"\nquant = "int8_wo"\n' for name in "abc")
     bridge.batch(manifest(rows), dry_run=True, resume=False)
     assert asked == [f"{OUT}/{name}" for name in ("a", "b", "c", "eight")]

@@ -159,9 +159,8 @@ class _Run:
 
         from bridge.sources.live_models.own_caches import own_caches
         from bridge.targets.onnx.export.calls.denoiser import denoiser_call, drop_squeezes
-        from bridge.targets.onnx.export.complex_rope import real_rope
-        from bridge.targets.onnx.export.finite import always_clamped
         from bridge.targets.onnx.export.recurrent.replace import recurrences_as_nodes
+        from bridge.targets.onnx.export.torch_functions import always_clamped, real_rope
 
         diffuses = is_diffusion(config)
         if not diffuses:

@@ -1,4 +1,4 @@
-"""What the export of one family of models does in a way of its own."""
+"""What the export of one family of models replaces and adds."""
 
 from __future__ import annotations
 

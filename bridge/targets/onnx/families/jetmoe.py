@@ -1,4 +1,4 @@
-"""JetMoe, whose feed-forward and attention layers choose experts in loops that depend on data.
+"""JetMoe, whose layers choose experts in loops that depend on data.
 
 Here every expert runs on all tokens, as in `export.experts`.
 """

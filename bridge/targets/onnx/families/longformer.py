@@ -1,4 +1,4 @@
-"""Longformer, whose tokens attend within windows and to global tokens; LED does, too.
+"""Longformer and LED, which attend within windows and to global tokens.
 
 transformers pads a text to whole windows outside the attention, reads as a Python bool whether any token is global, and
 cuts overlapping chunks by strides. Here each block of half a window attends to itself and its two neighbours, whatever

@@ -1,4 +1,4 @@
-"""MiniMax, whose linear attention has one decay a head, and whose model takes a cache of its own class."""
+"""MiniMax: linear attention with a decay a head, and its own cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ovis 2, which has embeddings of its own for the tokens around images."""
+"""Ovis 2, with its own embeddings of the tokens around images."""
 
 from __future__ import annotations
 

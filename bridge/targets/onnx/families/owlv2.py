@@ -1,4 +1,4 @@
-"""OWLv2, which detects as OWL-ViT does, and says how likely a box holds something."""
+"""OWLv2, which detects as OWL-ViT does and scores each box."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OWL-ViT, which gives each image a number of texts by a quotient of two axes."""
+"""OWL-ViT, where texts per image are a quotient of two axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RecurrentGemma, whose recurrent blocks keep states in modules and read padding as tokens."""
+"""RecurrentGemma, whose recurrent blocks keep their states in modules."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from bridge.targets.onnx.export.calls.states import StateCache, StateLayer, take
 from bridge.targets.onnx.export.naming import name_by_structure
 from bridge.targets.onnx.export.recurrent import replace
 from bridge.targets.onnx.export.recurrent.loops import CHUNK, expand
+from bridge.targets.onnx.families import recurrent_gemma
 
 BATCH, HEADS, GROUPS, WIDTH, SIZE = 2, 6, 3, 5, 4
 TOLERANCE = 2e-6  # of float32 sums in another order
@@ -54,7 +55,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert y.shape == tuple(output) and last.shape == tuple(state.shape)
         return torch.tensor(y), torch.tensor(last)
 
-    monkeypatch.setattr(replace, "_node", node)
+    for module in (replace, recurrent_gemma):
+        monkeypatch.setattr(module, "recurrence", node)
     return ran
 
 
@@ -174,7 +176,7 @@ def test_gated_units_begin_anew_where_a_text_begins(cuts: list[int], monkeypatch
     computed(monkeypatch)
 
     def call(i: int, j: int, state: Any) -> Any:
-        return replace._gated_scan(x[:, i:j], gate[:, i:j], reset[:, i:j], state)
+        return recurrent_gemma._gated_scan(x[:, i:j], gate[:, i:j], reset[:, i:j], state)
 
     check(in_pieces(call, tokens, cuts), want)
 

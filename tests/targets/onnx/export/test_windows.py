@@ -13,7 +13,7 @@ import transformers
 
 import bridge
 from bridge.targets.onnx.export.family import replace_methods
-from bridge.targets.onnx.export.finite import always_clamped
+from bridge.targets.onnx.export.torch_functions import always_clamped
 from bridge.targets.onnx.run.encoder_decoder import EncoderDecoder
 from bridge.targets.onnx.run.runtime import Runtime
 from bridge.verification.outputs import relative_l2

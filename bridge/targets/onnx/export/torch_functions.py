@@ -1,4 +1,4 @@
-"""Compute complex rotary embeddings in real numbers, which ONNX has."""
+"""Replace complex rotary embeddings and branches on infinite states, which ONNX lacks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 from bridge.targets.onnx.export.family import families_of
 
@@ -28,8 +31,6 @@ def real_rope(model: Any) -> Iterator[None]:
 
 def _cos_and_sin(self: Any, x: Any, position_ids: Any) -> Any:
     """Cosine and sine of each position and frequency, [batch, position, frequency, 2]."""
-    import torch
-
     angles = position_ids[..., None].float() * self.inv_freq.float()
     return torch.stack((angles.cos(), angles.sin()), -1) * self.attention_scaling
 
@@ -38,8 +39,6 @@ def _rotation(heads: int, original: Any) -> Any:
     """The function that rotates queries and keys; another model of the process still gives it complex numbers."""
 
     def rotated(x: Any, turn: Any) -> Any:
-        import torch
-
         cos, sin = turn.unsqueeze(heads).unbind(-1)
         real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)
         pairs = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), -1)
@@ -49,3 +48,27 @@ def _rotation(heads: int, original: Any) -> Any:
         return original(xq, xk, turn) if turn.is_complex() else (rotated(xq, turn), rotated(xk, turn))
 
     return rotate
+
+
+@contextmanager
+def always_clamped(dtype: str) -> Iterator[None]:
+    """Answer during the block that not all states are finite, in a graph of float16.
+
+    Layers of BART, Marian, LED and others then clamp their states; transformers does so only if one is infinite. Finite
+    ones within 1000 of the largest float16 differ, and no others.
+    """
+    if dtype != "float16":
+        yield
+        return
+    with _Asked():
+        yield
+
+
+class _Asked(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _NotAll() if func is torch.isfinite else func(*args, **(kwargs or {}))
+
+
+class _NotAll:
+    def all(self) -> bool:
+        return False
