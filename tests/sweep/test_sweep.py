@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("modelopt.torch.quantization")
-
+from tests.needs import needs
 from tests.sweep.build import KINDS
 from tests.sweep.cell import CELLS, ENDS, run
 from tests.sweep.decoded import decode
 from tests.sweep.results import counts, read, write
+
+needs("modelopt")
 
 # A kind is met by its first target and scheme; the rest of the product waits for `make test-all`.
 OF_A_KIND = {

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.needs import needs
+
 torch = pytest.importorskip("torch")
-pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
 
 import bridge  # noqa: E402
 from bridge.core.errors import CalibrationError, SchemeError  # noqa: E402

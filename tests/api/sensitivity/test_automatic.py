@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
+
 pytest.importorskip("torch")
-pytest.importorskip("modelopt.torch.quantization")
 
 import bridge
 from bridge.api.sensitivity import automatic
 from bridge.core.errors import BridgeError, CalibrationError, SchemeError, UsageError
+
+needs("modelopt")
 
 MODEL = "examples/models/tiny-llama"
 QUANT = "auto:6bits:int4_wo,int8_wo"

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
+
 torch = pytest.importorskip("torch")
-pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
 
 from click.testing import CliRunner  # noqa: E402
 from scipy.stats import spearmanr  # noqa: E402

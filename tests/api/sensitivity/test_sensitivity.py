@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.needs import Lazy, needs
+
 torch = pytest.importorskip("torch")
-mtq = pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
+mtq = Lazy("modelopt.torch.quantization")
 
 from click.testing import CliRunner  # noqa: E402
 from transformers import (  # noqa: E402

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
+
 torch = pytest.importorskip("torch")
-pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
 transformers = pytest.importorskip("transformers")
 
 from bridge.api.sensitivity.units import units_of  # noqa: E402

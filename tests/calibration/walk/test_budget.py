@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
+
 torch = pytest.importorskip("torch")
-pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
 
 import bridge  # noqa: E402
 from bridge.api.plans import need_of  # noqa: E402

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
+
 torch = pytest.importorskip("torch")
-pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
 
 from bridge.calibration.data import prepare  # noqa: E402
 from bridge.calibration.job import CalibrationJob  # noqa: E402

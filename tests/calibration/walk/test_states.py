@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
+
 torch = pytest.importorskip("torch")
-pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
 
 import bridge  # noqa: E402
 from bridge.calibration.calibrate import choose_strategy  # noqa: E402

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
+
 torch = pytest.importorskip("torch")
-pytest.importorskip("modelopt.torch.quantization")
+needs("modelopt")
 
 import bridge  # noqa: E402
 from bridge.calibration.calibrate import calibrate  # noqa: E402

@@ -14,9 +14,6 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
-from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
-from modelopt.torch.export.plugins.hf_checkpoint_utils import sanitize_hf_config_for_deployment
-from modelopt.torch.export.quant_utils import _prefix_wildcard_summarize_exclude_modules, process_layer_quant_config
 from safetensors.torch import save
 
 import bridge
@@ -33,7 +30,12 @@ from bridge.targets.hf.shards import divide, index
 from bridge.targets.hf.spelling import SPELLINGS, Spelling, spelling
 from bridge.targets.modelopt_format import routers, summarize
 from tests.models.export_families import build, tokens
+from tests.needs import Lazy
 from tests.oracles import export_oracle as oracle
+
+convert_hf_config = Lazy("modelopt.torch.export.convert_hf_config")
+hf_checkpoint_utils = Lazy("modelopt.torch.export.plugins.hf_checkpoint_utils")
+quant_utils = Lazy("modelopt.torch.export.quant_utils")
 
 TINY = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
 # scheme -> what ModelOpt calls the format of a module
@@ -71,7 +73,9 @@ def test_excluded_modules_are_shortened_as_modelopt_shortens_them() -> None:
         names = {".".join(generator.choices(parts, k=generator.randint(1, 5))) for _ in range(12)}
         kept = generator.sample(sorted(names), 5)
         quantized = sorted(names - set(kept))
-        assert summarize(kept, quantized) == sorted(_prefix_wildcard_summarize_exclude_modules(kept, quantized))
+        assert summarize(kept, quantized) == sorted(
+            quant_utils._prefix_wildcard_summarize_exclude_modules(kept, quantized)
+        )
 
 
 @pytest.mark.parametrize("kv", [False, True])
@@ -86,7 +90,7 @@ def test_both_configs_say_what_modelopt_says(schemes: tuple[str, ...], kv: bool)
     for module, scheme in zip(layers, (*schemes, *schemes), strict=True):
         theirs |= {f"{module}.quantization": KINDS[scheme], f"{module}.awq_block_size": BLOCKS.get(scheme, 0)}
     theirs |= {"lm_head.quantization": None, "lm_head.awq_block_size": 0}
-    inner = {"quant_algo": None, "kv_cache_quant_algo": None, **process_layer_quant_config(theirs)}
+    inner = {"quant_algo": None, "kv_cache_quant_algo": None, **quant_utils.process_layer_quant_config(theirs)}
     inner["kv_cache_quant_algo"] = "FP8" if kv else None
     expected = {"producer": modelopt.PRODUCER, "quantization": inner}
     ours = modelopt.hf_quant_config(made(layers, ("lm_head",), kv))
@@ -94,7 +98,9 @@ def test_both_configs_say_what_modelopt_says(schemes: tuple[str, ...], kv: bool)
         assert ours == {}
         return
     assert json.dumps(ours) == json.dumps(expected)
-    assert json.dumps(modelopt.quantization_config(ours)) == json.dumps(convert_hf_quant_config_format(expected))
+    assert json.dumps(modelopt.quantization_config(ours)) == json.dumps(
+        convert_hf_config.convert_hf_quant_config_format(expected)
+    )
 
 
 def test_every_format_has_one_name_and_the_rest_is_refused() -> None:
@@ -159,7 +165,7 @@ def test_config_is_repaired_as_modelopt_repairs_it(rope: str) -> None:
     }  # fmt: skip
     expected = json.loads(json.dumps(config))
     with pytest.warns(UserWarning, match="Trimming"):
-        sanitize_hf_config_for_deployment(expected, None)
+        hf_checkpoint_utils.sanitize_hf_config_for_deployment(expected, None)
     expected["quantization_config"] = {"quant_method": "modelopt"}
     assert config_json(config, {"quant_method": "modelopt"}, False).decode() == json.dumps(expected, indent=4)
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
+
 torch = pytest.importorskip("torch")
-pytest.importorskip("modelopt")
+needs("modelopt")
 
 import bridge  # noqa: E402
 from bridge.quant.schemes.catalog import named_scheme  # noqa: E402

@@ -15,19 +15,20 @@ import pytest
 import torch
 import transformers
 
-pytest.importorskip("modelopt.torch.quantization")
-import modelopt.torch.quantization as mtq
-
 import bridge
 from bridge.core.errors import BridgeError
 from bridge.targets.onnx.files import DECODER, MODEL
 from bridge.targets.onnx.lint import lint
 from bridge.targets.onnx.run.runtime import Runtime
 from bridge.verification.outputs import relative_l2
+from tests.needs import Lazy, needs
 from tests.oracles.modelopt_oracle import Answer, ask
 from tests.sweep import seeing
 from tests.sweep.build import FAMILIES, build
 from tests.targets.onnx.export import onnx_parity as parity
+
+needs("modelopt")
+mtq = Lazy("modelopt.torch.quantization")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_once")]
 KV = "*[kv]_bmm_quantizer"
