@@ -22,13 +22,13 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(DEMO)
 	$(BIN)/python examples/demo.py
 
-# Before each commit: lint, types, and the fast tests that the changes since HEAD can reach (tests/closure.py), in three minutes on two
-# cores. `make check ALL=1` runs every fast test.
+# Before each commit: lint, types, and the fast tests that the changes since HEAD can reach (tests/closure.py).
+# `make check ALL=1` runs every fast test.
 check: lint
 	$(PYTEST) $(if $(ALL),,--changed); status=$$?; test $$status = 5 && echo "no fast test is reached" || exit $$status
 
-# What CI runs: the covering design of every grid, every kind of fault and attack, in twenty minutes on two cores. It fails
-# above the budget of processor seconds (tests/seconds.py).
+# What CI runs: the covering design of every grid, every kind of fault and attack. It prints the slowest files and fails
+# above the budget of processor seconds (tests/seconds.py); the goal is twenty minutes on two cores.
 test: lint browser
 	BRIDGE_GRAPHS=whole $(PYTEST) -m "not product" -rfEs --seconds
 

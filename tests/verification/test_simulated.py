@@ -208,12 +208,12 @@ def test_a_student_runs_with_nearly_its_own_weights_for_each_target(target: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["trtllm", "ort"])
 def test_places_of_a_matrix_are_those_of_its_source(target: str) -> None:
-    from bridge.verification.simulated.codes import _places
+    from bridge.verification.simulated.codes import _value_positions
 
     source = open_source(LLAMA)
     plan = bridge.plan(source, target, "int8_wo")
     for step in plan.quantized:
-        for name, rows, places in _places(step, source.specs):
+        for name, rows, places in _value_positions(step, source.specs):
             assert places.size == source.specs[name].size or rows.start is not None
             assert np.unique(places).size == places.size
     assert Buffers().memory == {}
