@@ -174,7 +174,9 @@ def _scheme(what: str) -> Description:
 
 
 def _scheme_data(scheme: Scheme) -> dict[str, Any]:
-    return {key: value for key, value in dataclasses.asdict(scheme).items() if key not in ("origin", "depth")}
+    fields = dataclasses.asdict(scheme)
+    fields["told"] = fields.pop("note")  # the key that scripts read
+    return {key: value for key, value in fields.items() if key not in ("origin", "depth")}
 
 
 def _matches(rule: Rule) -> str:

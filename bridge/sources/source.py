@@ -238,8 +238,14 @@ class _Completed(Delegate):
     """A source of somebody else's, with the defaults of those members of `SourceBase` that it lacks."""
 
     def __getattr__(self, name: str) -> Any:
-        missing = name in _OPTIONAL and not hasattr(self._source, name)
+        missing = name in _OPTIONAL and not _has(self._source, name)
         return getattr(_DEFAULTS, name) if missing else super().__getattr__(name)
+
+
+def _has(source: Any, name: str) -> bool:
+    """Whether a source has an optional member of its own; one that derives from the protocol inherits empty bodies."""
+    inherited = getattr(type(source), name, None)
+    return hasattr(source, name) if inherited is None else inherited is not vars(Source).get(name)
 
 
 def is_source(model: object) -> bool:
@@ -250,7 +256,7 @@ def is_source(model: object) -> bool:
 
 def completed(source: Any) -> Source:
     """Return `source`, with the defaults of `SourceBase` if it implements only what every source must have."""
-    whole = isinstance(source, SourceBase | Delegate) or all(hasattr(source, name) for name in _OPTIONAL)
+    whole = isinstance(source, SourceBase | Delegate) or all(_has(source, name) for name in _OPTIONAL)
     return cast("Source", source if whole else _Completed(source))
 
 

@@ -71,6 +71,15 @@ def test_a_source_of_required_members_has_the_defaults_of_the_others(plain: Plai
         _ = source.tokens  # type: ignore[attr-defined]
 
 
+def test_empty_bodies_that_a_source_inherits_from_the_protocol_are_no_members(plain: Plain) -> None:
+    derived = type("Derived", (Source,), {name: getattr(plain, name) for name in REQUIRED})()
+    assert derived.runs_in is None  # the protocol's body
+    source = open_source(derived)
+    assert (source.root, source.runs_in, source.merge_memory) == (None, "", 0)
+    assert source.served("vllm serve out") == "vllm serve out"
+    assert bridge.plan(source, target="hf", quant="fp8").memory == bridge.plan(plain, target="hf", quant="fp8").memory
+
+
 def test_members_that_it_has_are_its_own(plain: Plain, tmp_path: Path) -> None:
     plain.root = tmp_path  # type: ignore[attr-defined]
     assert open_source(plain).root == tmp_path

@@ -55,7 +55,7 @@ def _replacement(cached: Any) -> Callable[..., Any]:
 
 
 class _Addresses:
-    """Owners and attributes of cached functions; searched for anew only when modules came, went or grew.
+    """Owners and attributes of cached functions; searched for anew only when a module or what its names hold is new.
 
     A search through all modules takes some 0.1 s with transformers loaded, and every trace and export needs it.
     """
@@ -67,7 +67,8 @@ class _Addresses:
     def functions(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield owner, attribute and value of each cached function, a `staticmethod` or bare."""
         loaded = {name: module for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)}
-        modules = {name: (module, len(vars(module))) for name, module in loaded.items()}
+        # what was found lives on in `_found`, so no identity is used twice
+        modules = {name: (module, hash(tuple(map(id, list(vars(module).values()))))) for name, module in loaded.items()}
         if modules != self._modules:
             self._found, self._modules = list(_addresses(loaded, loaded.keys() - {"__main__"})), modules
         # a notebook's cell may define a class anew under its old name

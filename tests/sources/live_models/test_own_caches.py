@@ -99,6 +99,16 @@ def test_a_function_of_a_module_that_grew_or_was_loaded_later_is_found(monkeypat
         assert sys.modules["elsewhere"].alone(3) is not kept
 
 
+def test_a_class_that_replaces_one_of_the_same_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        cell = types.FunctionType((lambda size: torch.ones(size)).__code__, {"torch": torch, "__name__": "elsewhere"})
+        again = type("Again", (), {"__module__": "elsewhere", "of": staticmethod(lru_cache(cell))})
+        monkeypatch.setattr(sys.modules["elsewhere"], "Again", again, raising=False)
+        kept = again.of(3)  # type: ignore[attr-defined]
+        with own_caches():
+            assert again.of(3) is not kept  # type: ignore[attr-defined]
+
+
 def test_a_class_that_a_notebook_defines_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "torch", torch, raising=False)
     for _ in range(2):  # the second time in place of the first: nothing was loaded, no module has grown

@@ -27,7 +27,7 @@ from tests.oracles.diffusers_oracle import HOME, needs_diffusers
 from tests.targets.onnx.export.architectures import DECODERS, bert, llama, vit
 from tests.targets.onnx.export.test_cached_keys import REQUEST, TUNED
 
-MODELS = Path(__file__).parents[3] / "examples" / "models"
+MODELS = Path(__file__).parents[4] / "examples" / "models"
 FRAMEWORKS = ("torch", "transformers", "onnxscript", "sympy.core")
 # Converts two models in two threads at once, and prints the frameworks that are loaded then and a digest of each file.
 CONVERT = """

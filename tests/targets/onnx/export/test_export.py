@@ -185,7 +185,7 @@ def test_same_config_gives_the_same_bytes_and_no_local_path() -> None:
     for word in (b"site-packages", b".py", b"_Flat", b"bridge.module"):
         assert word not in saved
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[3])}
+    env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[4])}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == hashlib.sha256(saved).hexdigest()
 

@@ -23,7 +23,7 @@ from tests.models.graphs import export_once
 from tests.targets.onnx.export import onnx_parity as parity
 
 pytestmark = pytest.mark.slow
-LLAMA = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
+LLAMA = Path(__file__).parents[4] / "examples" / "models" / "tiny-llama"
 TOLERANCE = 2e-5  # see test_export.py
 _TEXT: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2,
