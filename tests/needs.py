@@ -19,7 +19,16 @@ class Lazy:
     """A module that is imported when an attribute is first taken: ModelOpt takes seconds."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        object.__setattr__(self, "_name", name)
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        setattr(importlib.import_module(self._name), attribute, value)
+
+    def __delattr__(self, attribute: str) -> None:
+        delattr(importlib.import_module(self._name), attribute)
+
+    def __dir__(self) -> list[str]:
+        return dir(importlib.import_module(self._name))
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__") or attribute == "_mock_name":  # pytest asks all that a test file holds

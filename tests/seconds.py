@@ -1,6 +1,7 @@
 """Processor seconds of a test run by file, divided by those of a fixed piece of work timed in the same run.
 
-    pytest --seconds            # print the twenty slowest files and the measure; fail above the budget
+    pytest --seconds            # print the twenty slowest files and the measure; fail above the budget;
+                                # build/seconds.json has those of every test function
 
 Seconds alone differ by a factor of three between machines, and from hour to hour on one. The piece of work allocates
 as the suite does, so both slow down together, and a slow machine does not fail a run. The budget is in
@@ -23,6 +24,7 @@ import psutil
 import pytest
 
 BUDGET = Path(__file__).with_name("budget.toml")
+FUNCTIONS = Path(__file__).parent.parent / "build" / "seconds.json"
 ROWS = 50_000  # of the piece of work, a quarter of a second
 BETWEEN = 120.0  # wall seconds between two timings
 SLOWEST = 20
@@ -60,7 +62,7 @@ class Clock:
     """Measures the process that runs tests: a worker, or the only one."""
 
     def __init__(self) -> None:
-        self.files: Counter[str] = Counter()
+        self.functions: Counter[str] = Counter()
         self.works = [work()]
         self.at = time.monotonic()
 
@@ -69,7 +71,7 @@ class Clock:
         try:
             return (yield)
         finally:
-            self.files[COLLECTING] += spent()  # from the start of the process on
+            self.functions[COLLECTING] += spent()  # from the start of the process on
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -77,17 +79,17 @@ class Clock:
         try:
             return (yield)
         finally:
-            self.files[item.nodeid.partition("::")[0]] += spent() - begin
+            self.functions[item.nodeid.partition("[")[0]] += spent() - begin
             if time.monotonic() - self.at > BETWEEN:
                 self.works.append(work())
                 self.at = time.monotonic()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self.files[LEFT] += running()
+        self.functions[LEFT] += running()
         self.works.append(work())
         if output := getattr(session.config, "workeroutput", None):
-            output["seconds"] = {"files": dict(self.files), "works": self.works}
+            output["seconds"] = {"functions": dict(self.functions), "works": self.works}
 
 
 class Report:
@@ -95,36 +97,42 @@ class Report:
 
     def __init__(self, clock: Clock | None) -> None:
         self.clock = clock
-        self.files: Counter[str] = Counter()
+        self.functions: Counter[str] = Counter()
         self.works: list[float] = []
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        measured = getattr(node, "workeroutput", {}).get("seconds", {"files": {}, "works": []})
-        self.files.update(measured["files"])
+        measured = getattr(node, "workeroutput", {}).get("seconds", {"functions": {}, "works": []})
+        self.functions.update(measured["functions"])
         self.works += measured["works"]
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.clock:
-            self.files.update(self.clock.files)
+            self.functions.update(self.clock.functions)
             self.works += self.clock.works
+        if self.works:
+            FUNCTIONS.parent.mkdir(exist_ok=True)
+            FUNCTIONS.write_text(json.dumps(dict(self.functions.most_common()), indent=0))
         if self.works and session.exitstatus == 0 and self.measure() > budget():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def measure(self) -> float:
         """Processor seconds of the run in units of the piece of work."""
-        return sum(self.files.values()) / statistics.median(self.works)
+        return sum(self.functions.values()) / statistics.median(self.works)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if not self.works:
             return
         terminalreporter.section("processor seconds")
-        for file, seconds in self.files.most_common(SLOWEST):
+        files: Counter[str] = Counter()
+        for function, seconds in self.functions.items():
+            files[function.partition("::")[0]] += seconds
+        for file, seconds in files.most_common(SLOWEST):
             terminalreporter.line(f"{seconds:8.1f}  {file}")
         works = f"median of {len(self.works)}, {min(self.works):.2f} to {max(self.works):.2f} s"
         terminalreporter.line(
-            f"{sum(self.files.values()):8.0f}  in all = {self.measure():.0f} times the piece of work ({works}); "
+            f"{sum(self.functions.values()):8.0f}  in all = {self.measure():.0f} times the piece of work ({works}); "
             f"budget {budget()}"
         )
         if self.measure() > budget():
