@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +12,15 @@ import pytest
 from tests import seconds
 
 
-def _report(files: dict[str, float], works: list[float]) -> seconds.Report:
+@pytest.fixture(autouse=True)
+def _functions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(seconds, "FUNCTIONS", tmp_path / "seconds.json")
+
+
+def _report(functions: dict[str, float], works: list[float]) -> seconds.Report:
     report = seconds.Report(None)
     for _ in range(2):
-        report.pytest_testnodedown(SimpleNamespace(workeroutput={"seconds": {"files": files, "works": works}}))
+        report.pytest_testnodedown(SimpleNamespace(workeroutput={"seconds": {"functions": functions, "works": works}}))
     return report
 
 
@@ -23,6 +30,7 @@ def test_a_run_above_its_budget_fails(monkeypatch: pytest.MonkeyPatch, budget: i
     session: Any = SimpleNamespace(exitstatus=0)
     _report({"a": 60.0, "b": 40.0}, [0.4, 0.5, 9.0]).pytest_sessionfinish(session)
     assert session.exitstatus == status
+    assert json.loads(seconds.FUNCTIONS.read_text()) == {"a": 120.0, "b": 80.0}
 
 
 def test_a_slow_machine_changes_nothing() -> None:
