@@ -19,11 +19,18 @@ EXCUSES = (
     "needs a GPU and the server",
 )  # fmt: skip
 MAX_EXCUSED = 8
+# Pages whose examples train or search for half a minute; shorter ones show the same verbs.
+LONG = (
+    "guides/prune.md", "guides/distill.md", "guides/sensitivity.md", "guides/inspect.md", "guides/adapters.md",
+    "coming-from/auto-round.md", "coming-from/nemo.md",
+)  # fmt: skip
 FOREIGN = "code of another project"  # on the pages "Coming from ..." only; ours on them runs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNNING)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.product if name in LONG else ()) for name in RUNNING]
+)
 def test_the_examples_of_a_page_run_in_order_and_say_what_it_shows(name: str, tmp_path: Path) -> None:
     prepare(tmp_path)
     said = [f"docs/pages/{name}:{block.line}\n{wrong}" for block in BLOCKS[name] if (wrong := run(block, tmp_path))]

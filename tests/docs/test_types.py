@@ -40,6 +40,7 @@ def checked(folder: Path, **scripts: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.product  # half a minute
 def test_the_quickstart_has_no_type_errors_and_a_wrong_option_has_one(tmp_path: Path) -> None:
     page = (ROOT / "docs/pages/index.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

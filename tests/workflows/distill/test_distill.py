@@ -137,6 +137,7 @@ def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.product  # over a minute
 def test_outputs_are_compared_with_the_trained_model(smaller: Any, tmp_path: Path) -> None:
     how = SMALL | {"lr": 5e-4, "steps": 12}
     report = bridge.distill(smaller, LLAMA, out=tmp_path / "out", target="trt", quant="fp8", **how)
