@@ -37,6 +37,7 @@ class TrtOptions:
     task: str | None = option(None, f"one of {', '.join(tasks())}; default: the architecture's")
     dtype: str | None = option(None, "fp16, bf16, fp32 of unquantized parts; default: source's")
     opset: int | None = option(None, "ONNX opset 21 to 24; default: the lowest that has the needed types")
+    attention_op: bool = option(False, "attention as ONNX's operator (opset 23), which TensorRT fuses less often")
     cache: bool = option(True, "decoders: past_key_values inputs and present outputs")
     custom_ops: bool = option(False, "allow TensorRT's own FP4 / MXFP8 ops (domain trt)")
     engine: bool = option(False, "also build model.engine (needs the tensorrt package and a GPU)")
@@ -93,6 +94,8 @@ class Trt(OnnxTarget):
         task = choose_task(options.task, structure.architecture)
         chosen = float_dtype(options.dtype, specs, "of graphs")
         least, why = least_opset(chosen, scheme, structure)
+        if options.attention_op and least < 23:
+            least, why = 23, "older ones have no Attention"
         opset = options.opset or least
         if not least <= opset <= NEWEST_OPSET:
             reason = why if opset < least else f"{NEWEST_OPSET} is the newest that bridge writes"
@@ -185,7 +188,7 @@ class Trt(OnnxTarget):
         options, files = context.plan.options, context.source.side_files
         pools = options["task"] == "feature-extraction"
         pooling, why_not = read_pooling(files) if pools else ("", "")
-        given = {key: options[key] for key in ("task", "dtype", "opset", "cache", "stamp")}
+        given = {key: options[key] for key in ("task", "dtype", "opset", "cache", "stamp", "attention_op")}
         chosen = GraphOptions(**given, image=read_image_size(files), pooling=pooling)
         written, text = write_onnx(context, directory, chosen)
         if "embedding" in tasks()[options["task"]].parts:
