@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 IR_VERSIONS = {21: 10, 22: 10, 23: 11, 24: 12}
 OLDEST_OPSET, NEWEST_OPSET = min(IR_VERSIONS), max(IR_VERSIONS)
 # TensorRT's "Quantization Schemes": INT4 blocks of 64 or 128, FP4 blocks of 16 with FP8 scales, MXFP8 blocks of 32.
-INT4_BLOCKS = (64, 128)
+# TensorRT for RTX 1.7 fuses INT4 blocks of 16 and 32, too.
+INT4_BLOCKS = (128, 64, 32, 16)
 # ONNX Runtime makes MatMulNBits of INT4 and INT8 weights, which quantizes activations too unless it is told not to.
 FLOAT_ACTIVATIONS = {"session.qdq_matmulnbits_accuracy_level": "1"}
 

@@ -115,7 +115,7 @@ class Trt(OnnxTarget):
             )
         for numeric in format_.weight:
             if numeric.dtype == "int4" and numeric.block not in [(b,) for b in INT4_BLOCKS]:
-                return f"TensorRT's INT4 has blocks of 64 or 128 along `in`, not {numeric.block}; {BLOCKS}"
+                return f"TensorRT's INT4 has blocks of 16 to 128 along `in`, not {numeric.block}; {BLOCKS}"
             if numeric.dtype == "float4_e2m1fn" and (numeric.block, numeric.scale_dtype) != ((16,), "float8_e4m3fn"):
                 return "TensorRT's FP4 has blocks of 16 with FP8 scales; use nvfp4_wo"
             if numeric.scale_dtype == "float8_e8m0fnu" and not options.custom_ops:
