@@ -54,8 +54,8 @@ def _computes(operands: Mapping[str, list[str]]) -> str:
     """In what a product multiplies; "" if no operand has codes."""
     weights = [CODES[kind] for kind in operands.get("Constants", []) if kind in CODES]
     inputs = [CODES[kind] for kind in operands.get("Inputs", []) if kind in CODES]
-    if not weights:
-        return ""
+    if not weights:  # a kernel before makes FP8 of INT4: both sides are inputs
+        return inputs[0] if len(inputs) > 1 else ""
     return weights[0] if weights[0] in inputs else f"weight-only {weights[0]}"
 
 

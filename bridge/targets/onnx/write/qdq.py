@@ -116,7 +116,13 @@ class Inserter:
         if first.scale_dtype == "float8_e8m0fnu":
             attributes = {"axis": in_axis, "block_size": first.block[0], "output_dtype": int(half)}
             dequantize = self._node(
-                TRT, "TRT_MXFP8DequantizeLinear", [codes, scale], attributes, f"{module}/weight", half, codes.shape
+                TRT,
+                "TRT_MXFP8DequantizeLinear",
+                [codes, scale],
+                attributes,
+                f"{module}/weight/dequantize",
+                half,
+                codes.shape,
             )
             self.graph.insert_before(node, dequantize)
             return dequantize.outputs[0]
