@@ -1,7 +1,7 @@
-"""Build one engine with a TensorRT that is imported in this process; as a program, what `engine` starts.
+"""Build one engine with a TensorRT that this process imports.
 
-The calls of the full TensorRT follow its Python API as documented for 10.x and 11.x: tests compare them with a stand-in
-that records them, and run them with TensorRT for RTX.
+As a program it is what `bridge.targets.trt.engine` starts. The calls of the full TensorRT follow its Python API as
+documented for 10.x and 11.x: tests compare them with a stand-in that records them, and run them with TensorRT for RTX.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What TensorRT compiled each quantized matrix to, from the layers that its builder logs."""
+"""What TensorRT compiled each quantized matrix to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Build the engines of a written directory, each in a process of its own: a builder can crash."""
+"""Build the engines of a written directory.
+
+Each build is a process of its own, since a builder can crash.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Names of GPUs, and what TensorRT for RTX can build for them: `mappings/runtimes/tensorrt-rtx.toml`."""
+"""Names of GPUs, and what TensorRT for RTX builds for them.
+
+The table is `mappings/runtimes/tensorrt-rtx.toml`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two TensorRTs that build engines: the full one with a GPU, and TensorRT for RTX without."""
+"""The two TensorRTs: the full one needs a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimization profiles: the shapes that an engine is built for, and the same build as a command of `trtexec`."""
+"""Optimization profiles, and the same build as a command."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ SIGHT: dict[str, Range] = {
     "image_width": (224, 448, 1568),
     "patches": (1, 256, 1024),
 }
+BOUNDS = ["min", "opt", "max"]  # as trtexec names them
 IMAGES: Range = (1, 1, 4)  # of a row, for layers of cross-attention; a text alone has one of zeros
 SCANNED = 128  # the longest sequence of a graph with Scan: 512 took 12.8 GB in a tiny Qwen3-Next
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
