@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import StreamedTarget, out_in
 from bridge.targets.config_json import generation_problems
+from bridge.targets.fused import fused_with, is_refit
 from bridge.targets.onnx.files import ENCODER, MODEL, PARTS, graphs, is_multimodal
 from bridge.targets.onnx.formats import not_in_onnx_runtime
 from bridge.targets.stacks import experts_of
@@ -86,6 +88,8 @@ class OnnxTarget(StreamedTarget):
                 else:
                     step = self.plain_step(matrix, own, why, draft.options)
                 drafted.steps.append(part.reading(step) if part else step)
+        if not getattr(draft.options, "own_scales", True):
+            drafted.steps = _with_shared_scales(drafted.steps, draft)
         if draft.scheme and draft.scheme.kv:
             drafted.steps += [self.kv_step(module, draft.scheme.kv) for module in draft.structure.attention]
             drafted.notes += [KV_ALONE] if draft.structure.states else []
@@ -159,6 +163,26 @@ class OnnxTarget(StreamedTarget):
         from bridge.targets.onnx.run.layer_error import layer_errors
 
         return layer_errors(directory, plan, source, batch, runtime)
+
+
+def _with_shared_scales(steps: Sequence[Step], draft: Draft) -> list[Step]:
+    """The steps of a plan, with one scale for the FP8 matrices that TensorRT multiplies at once."""
+    formats = {step.site.module: step.format for step in steps if step.site and step.format}
+    members = {module: group.modules for group in draft.structure.groups for module in group.modules}
+    made = []
+    for step in steps:
+        module = step.site.module if step.site else ""
+        fused = fused_with(module, members.get(module, ()), formats) if module in formats else ()
+        if fused and step.format and is_refit(step.format) and not step.shares:
+            outputs = (
+                replace(o, expression=o.expression.replace(" / ", f", the largest of {len(fused)} / "))
+                if o.part == "scale"
+                else o
+                for o in step.outputs
+            )
+            step = replace(step, shares=fused[0], outputs=tuple(outputs))
+        made.append(step)
+    return made
 
 
 def _coding(format_: Format, dtype: str) -> Encoding:

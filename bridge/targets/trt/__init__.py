@@ -39,6 +39,9 @@ class TrtOptions:
     opset: int | None = option(None, "ONNX opset 21 to 24; default: the lowest that has the needed types")
     attention_op: bool = option(False, "attention as ONNX's operator (opset 23), which TensorRT fuses less often")
     cache: bool = option(True, "decoders: past_key_values inputs and present outputs")
+    own_scales: bool = option(
+        False, "fp8: a weight scale for each of q, k, v, gate, up, as ModelOpt has; TensorRT then needs more kernels"
+    )
     custom_ops: bool = option(False, "allow TensorRT's own FP4 / MXFP8 ops (domain trt)")
     engine: bool | str = option(
         False, "also build engines: for GPUs by name (rtx4090,rtx5090), or alone with the tensorrt package for this GPU"

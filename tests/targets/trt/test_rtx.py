@@ -19,9 +19,11 @@ import pytest
 import bridge
 from bridge.cli.check import check_paths
 from bridge.core.errors import UsageError, WriteError
+from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.quant.calibration import Calibration, Provenance
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
+from bridge.targets.onnx.lint import lint
 from bridge.targets.trt import engine as engines
 from bridge.targets.trt.gpus import parse_gpus
 from bridge.targets.trt.products import RTX, EngineUnavailable, why_unavailable
@@ -129,6 +131,37 @@ def test_every_product_is_compiled_to_its_type(form: str, dtype: str, architectu
 def test_a_quantized_cache_is_built(scheme: str, kv: str, tmp_path: Path) -> None:
     built = bridge.engine(written(scheme, "fp16", kv=kv), "sm89", tmp_path / "engines", progress=False)
     assert built.engines[0].compiled == {FORMS[scheme]: 7}
+
+
+@needs_rtx
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_attention_is_built_in_any_dtype_without_the_operator(dtype: str, tmp_path: Path) -> None:
+    out = written("int8_wo", dtype, opset=24)
+    ops = {node.op_type for node in onnx.load(out / "model.onnx", load_external_data=False).graph.node}
+    assert "Softmax" in ops and "Attention" not in ops
+    assert bridge.engine(out, "sm120", tmp_path / "engines", progress=False).engines[0].compiled == {
+        FORMS["int8_wo"]: 7
+    }
+
+
+def test_the_operator_is_written_on_request_and_found_by_lint_where_no_kernel_has_it(tmp_path: Path) -> None:
+    out = written("int8_wo", "fp32", attention_op=True)
+    assert bridge.plan(model(), "trt", "int8_wo", attention_op=True).options["opset"] == 23
+    assert any("[attention-form]" in str(finding) and "float32" in str(finding) for finding in lint(out))
+    with pytest.raises(UsageError, match="older ones have no Attention"):
+        bridge.plan(model(), "trt", "int8_wo", attention_op=True, opset=21)
+
+
+def test_matrices_that_are_multiplied_at_once_share_an_fp8_scale() -> None:
+    files = [
+        SafetensorsFile(written("fp8", "fp16", **more) / "model.safetensors") for more in ({}, {"own_scales": True})
+    ]
+    for names in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        shared, own = (
+            [float(file.read(f"model.layers.0.{name}.weight_scale").reshape(())) for name in names] for file in files
+        )
+        assert len(set(own)) == len(names) and set(shared) == {max(own)}
 
 
 @needs_rtx
