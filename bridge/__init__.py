@@ -17,6 +17,7 @@ _HOME = {
     "calibrate": "bridge.api.verbs",
     "verify": "bridge.api.verbs",
     "check": "bridge.api.verbs",
+    "engine": "bridge.api.engine",
     "run": "bridge.api.run",
     "chain": "bridge.workflows.chain.run",
     "distill": "bridge.workflows.distill.verbs",

@@ -1,5 +1,6 @@
 from bridge import targets as targets
 from bridge import tracker as tracker
+from bridge.api.engine import engine as engine
 from bridge.api.plans import plan as plan
 from bridge.api.run import run as run
 from bridge.api.sensitivity.result import Sensitivity as Sensitivity

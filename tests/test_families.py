@@ -18,7 +18,7 @@ HOMES = ("bridge/targets/onnx/families/", "bridge/targets/tripy/models/")
 OTHERS = {
     ("bridge/calibration/algorithms/clips.py", "clip"): "an algorithm",
     ("bridge/core/output/provenance.py", "xlstm"): "a package",
-    ("bridge/targets/trt/engine.py", "opt"): "the optimum of a profile of TensorRT",
+    ("bridge/targets/trt/profile.py", "opt"): "the optimum of a profile of TensorRT",
     ("bridge/targets/onnx/files.py", "encoder-decoder"): "a type in genai_config.json",
 }
 # How many such constants are left in other files: a number may fall, and no file may come.

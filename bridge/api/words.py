@@ -19,10 +19,11 @@ class TargetOptions(TypedDict, total=False):
     """The options of all built-in targets; `bridge.targets.<target>.Options` says what each does and its default."""
 
     allow_split: bool
+    attention_op: bool
     cache: bool
     custom_ops: bool
     dtype: str | None
-    engine: bool
+    engine: bool | str
     era: str
     exact: bool
     format: str

@@ -10,7 +10,7 @@ import bridge
 from bridge.cli.terminal import FAILED, Exit, Terminal
 from bridge.cli.verb import no_bars, verb
 from bridge.core.addresses import check_length, is_remote, shown
-from bridge.core.errors import BridgeError, SourceError, TableError, UsageError
+from bridge.core.errors import BridgeError, SourceError, TableError, UsageError, WriteError
 from bridge.core.mappings import TableFile, parse_table
 from bridge.core.output.names import MANIFEST
 from bridge.core.text import fold_layers, number
@@ -22,6 +22,8 @@ from bridge.tables.check import check_table
 from bridge.tables.dialects.check import check_dialect
 from bridge.tables.dialects.dialect import load_dialect, parse_dialect, with_layouts
 from bridge.targets import check_contract
+from bridge.targets.trt.engine import parser_findings
+from bridge.targets.trt.products import rtx_version
 
 if TYPE_CHECKING:
     from bridge.streaming.rows import TensorReader
@@ -78,6 +80,8 @@ def loaded_by(paths: Sequence[str], problems: Iterable[Problem]) -> Iterator[str
     for path in map(Path, paths):
         if any(text.startswith(f"{path}: ") for text in wrong):
             continue
+        if _is_trt(path) and (builder := rtx_version()):
+            yield f"{path}: parsed by TensorRT for RTX {builder}"
         if (path / MANIFEST).is_file() and (programs := loading_line(loadings(load_manifest(path).plan))):
             yield f"{path}: loads in {programs}"
 
@@ -96,6 +100,7 @@ def _lint(path: Path) -> list[str]:
         plan = manifest.plan
         target = load_target(plan.target)
         findings = [*target.lint(path, plan), *target.audit(path), *altered(path, manifest)]
+        findings += parser_findings(path) if _is_trt(path) else []
         return _with_values(findings, (open_written(path / name, plan) for name in plan.files))
     from bridge.core.formats.safetensors import SafetensorsFile
     from bridge.targets.onnx.files import graphs
@@ -122,7 +127,30 @@ def _lint(path: Path) -> list[str]:
     # ONNX Runtime's own operators, which target ort writes: TensorRT's rules are not for such a graph
     fused = any(node.domain == MICROSOFT for node in read_model(graph, None).nodes)
     rules = [rule for rule in RULES if rule.id in ORT_RULES] if fused else RULES
-    return [str(finding) for finding in lint(path, rules=rules)]
+    return [*(str(finding) for finding in lint(path, rules=rules)), *([] if fused else parser_findings(path))]
+
+
+def _is_trt(path: Path) -> bool:
+    """Whether TensorRT's parser is asked: a file without a manifest, or an output of target trt."""
+    from bridge.targets.manifest import load_manifest
+
+    if path.is_dir() and (path / MANIFEST).is_file():
+        return load_manifest(path).plan.target == "trt"
+    return path.suffix == ".onnx"
+
+
+def _built(path: str, gpus: str) -> tuple[list[Problem], list[str]]:
+    """Why no engine of a model can be built, and lines on one that was; the engine is removed."""
+    from bridge.core.output.temporary import temporary_directory
+
+    if not _is_trt(Path(path)) or not Path(path).is_dir():
+        raise UsageError(f"{path}: --build takes directories that target trt wrote")
+    with temporary_directory() as folder:
+        try:
+            built = bridge.engine(path, gpus, folder / "engines", progress=False)
+        except WriteError as error:
+            return [Problem(f"{path}: error [builder] {error}")], []
+    return [], [f"{path}: built by {line}" if not at else f"  {line}" for at, line in enumerate(built.lines())]
 
 
 def _with_values(findings: list[str], files: Iterable[TensorReader]) -> list[str]:
@@ -180,13 +208,17 @@ def _check_dialect(file: TableFile) -> list[str]:
     return problems + [f"no table lists `{name}`" for name, table in known.items() if table is None]
 
 
-@verb("qbridge check llama-fp8 recipe.toml", "paths json debug", quiet=no_bars)
-def check(terminal: Terminal, paths: list[str] | None) -> None:
+@verb("qbridge check llama-fp8 recipe.toml", "paths build json debug", quiet=no_bars)
+def check(terminal: Terminal, paths: list[str] | None, build: str | None) -> None:
     """Check tables and schemes, or the files in PATH.
 
     Exits with 1 if anything is wrong.
     """
     problems = check_paths(paths) if paths else [Problem(line) for line in bridge.check()]
+    made: list[str] = []
+    for path in (paths or []) if build and not any(problem.fatal for problem in problems) else []:
+        refused, lines = _built(path, str(build))
+        problems, made = problems + refused, made + lines
     if terminal.json:
         terminal.print_json([problem._asdict() for problem in problems])
     else:
@@ -194,6 +226,8 @@ def check(terminal: Terminal, paths: list[str] | None) -> None:
         written = any((Path(path) / MANIFEST).is_file() for path in paths or [])
         well = "all is well" + ("; `qbridge verify` compares the weights with their source" if written else "")
         count = number(len(problems), "problem") if problems else well
-        terminal.print(*(problem.text for problem in problems), *loaded_by(paths or [], problems), f"{where}: {count}")
+        terminal.print(
+            *(problem.text for problem in problems), *loaded_by(paths or [], problems), *made, f"{where}: {count}"
+        )
     if any(problem.fatal for problem in problems):
         raise Exit(FAILED)

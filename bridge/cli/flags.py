@@ -77,6 +77,13 @@ def _complete_kv(begin: str) -> list[str]:
     return [name for name in kv_names() if name.startswith(begin)]
 
 
+def _complete_gpu(begin: str) -> list[str]:
+    from bridge.targets.trt.gpus import gpu_names
+
+    done, comma, last = begin.rpartition(",")
+    return [f"{done}{comma}{name}" for name in gpu_names() if name.startswith(last)]
+
+
 def _count_or_auto(samples: str) -> Any:
     """The value of --samples: a number where it is one; the verbs refuse other words than "auto"."""
     return int(samples) if samples and samples.isdecimal() else samples
@@ -158,6 +165,16 @@ FLAGS = {
     "inspect.out": Flag("directory for inspect.html, .json and .csv", metavar="DIR"),
     "run.out": word("OUT", "a written model, or a chain of steps (.toml)"),
     "golden.check.out": word("[OUT]", _OUT, default=None),
+    "build": Flag(
+        "GPUs: build engines of target trt's outputs, name what each matrix compiles to, and remove them",
+        complete=_complete_gpu
+    ),
+    "engine.model": word("DIR", "what `convert` wrote for target trt"),
+    "engine.out": Flag("a new directory for the engines; default: beside the graphs", Path, metavar="NEW"),
+    "gpu": Flag(
+        "GPUs or architectures: rtx4090,rtx5090, l40s, sm89, ada; default: this machine's, by the full TensorRT",
+        complete=_complete_gpu
+    ),
     "overwrite": switch("replace OUT, if bridge wrote it"),
     "calibrate.overwrite": switch("replace OUT"),
     "sensitivity.overwrite": switch("replace OUT"),

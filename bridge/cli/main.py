@@ -19,6 +19,7 @@ VERBS = {
     "calibrate": "Run a model once and save its statistics.",
     "verify": "Compare a written model with its source and run it.",
     "run": "Continue a text with a written model, or run a chain.",
+    "engine": "Build TensorRT engines of a written model, without a GPU.",
     "check": "Check tables and schemes, or the files in PATH.",
     "show": "Show a scheme, table, written model or calibration.",
     "sensitivity": "Rank layers by the cost of quantizing each one alone.",

@@ -29,10 +29,14 @@ class TargetOption:
     name: str
     kind: type
     help: str
+    optional_word: bool = False
+    """Whether the flag may stand alone: `--engine`, `--engine rtx4090`."""
 
     @property
     def names(self) -> str:
         dashed = self.name.replace("_", "-")
+        if self.optional_word:
+            return f"--{dashed}"
         return f"--{dashed}/--no-{dashed}" if self.kind is bool else f"--{dashed}"
 
 
@@ -50,14 +54,16 @@ def target_options() -> list[TargetOption]:
             text += "" if default is None else f"; default: {default}"
             kinds = (types[entry.name], *get_args(types[entry.name]))  # of `int | None`, for example
             kind = next(kind for kind in (bool, int, float, str) if kind in kinds)
-            found.append(TargetOption(target, entry.name, kind, text))
+            optional = bool in kinds and str in kinds
+            found.append(TargetOption(target, entry.name, str if optional else kind, text, optional))
     return found
 
 
 def target_flags() -> list[click.Parameter]:
     """One flag for the options of all targets that share a name; hidden, since the help lists it by target."""
     options = {option.name: option for option in target_options()}
-    return [parameter(name, Flag("", option.kind, names=option.names), hidden=True) for name, option in options.items()]
+    flags = {name: Flag("", option.kind, names=option.names) for name, option in options.items()}
+    return [parameter(name, flag, hidden=True, alone=options[name].optional_word) for name, flag in flags.items()]
 
 
 def _target_of(name: str | None) -> str | None:
@@ -107,4 +113,5 @@ def _usage(option: TargetOption) -> str:
     """`--shard-size <str>`, in the manner of the parser's own help."""
     if option.kind is bool:
         return f"--[no-]{option.name.replace('_', '-')}"
-    return f"{option.names} <{option.kind.__name__}>"
+    word = f"<{option.kind.__name__}>"
+    return f"{option.names} {f'[{word}]' if option.optional_word else word}"

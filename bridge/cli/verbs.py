@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,20 @@ def calibrate(terminal: Terminal, model: str, quant: str, out: Path, overwrite: 
 def verify(terminal: Terminal, **given: Any) -> None:
     """Compare a written model with its source and run it."""
     _print_report(terminal, bridge.verify(**given, progress=terminal.progress))
+
+
+@verb("qbridge engine llama-fp8 --gpu rtx4090,rtx5090", "model gpu out memory quiet json debug")
+def engine(terminal: Terminal, **given: Any) -> None:
+    """Build TensorRT engines of a written model, without a GPU.
+
+    TensorRT for RTX builds one engine of each graph for all GPUs that are named. `engine.json` names the engines, what
+    they are bound to, and what each quantized matrix was compiled to.
+    """
+    built = bridge.engine(**given, progress=terminal.progress)
+    if terminal.json:
+        terminal.print_json(dataclasses.asdict(built))
+    elif not terminal.quiet:
+        terminal.print(*built.lines())
 
 
 @verb(

@@ -192,6 +192,7 @@ class Encoding:
     `bridge.core.dtypes.BLOCKS`: ggml's blocks, where codes and scales of a row are one tensor.
     `quotient`: "float32", or "weight" if weight / scale is rounded to the weight's dtype before it is quantized.
     `scale_dtype`: float scales are rounded to this dtype, and the weight is divided by the rounded scale.
+    `round_up`: those that are subnormal in that dtype are rounded up, since codes saturate (TensorRT).
     `bound`: a scale is amax / bound; 0 takes the largest code. `reciprocal`: the scale above NVFP4's blocks is rounded
     and stored as 1 / scale (compressed-tensors). `least`: the lower bound of KV scales. `values`: the fake-quantized
     values are stored in this float dtype, like their scales, so that quantizing them again gives the codes (Tripy).
@@ -201,6 +202,7 @@ class Encoding:
     packed: str = "in"
     quotient: str = "float32"
     scale_dtype: str = "float32"
+    round_up: bool = False
     bound: float = 0.0
     reciprocal: bool = False
     least: float = 0.0
@@ -210,6 +212,11 @@ class Encoding:
     def scale_is(self) -> str:
         """The stored dtype of float scales."""
         return self.values or self.scale_dtype
+
+    @property
+    def rounds_up(self) -> str:
+        """The dtype whose subnormal scales are rounded up; "" if they are not."""
+        return self.values or (self.scale_dtype if self.round_up else "")
 
 
 @dataclass(frozen=True)

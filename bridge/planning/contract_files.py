@@ -13,7 +13,7 @@ from bridge.core.text import nearest
 from bridge.planning.contracts import FLAGS, Contract, Evidence, Row, Runtime, SparseKernels
 
 KEYS = ("program", "version", "aliases", "fused", "mistakes", "writes")
-OF_TARGETS = ("graphs", "tokens")  # sections that target gguf reads
+OF_TARGETS = ("graphs", "tokens", "gpus", "elsewhere")  # sections that targets gguf and trt read
 # key of a section -> its type; a section has evidence in the last ones
 CONTRACT_KEYS: dict[str, type] = {
     "target": str, "options": dict, "prescales": bool, "kept": bool, "kv": dict, "loads": dict,
@@ -22,9 +22,9 @@ CONTRACT_KEYS: dict[str, type] = {
 }  # fmt: skip
 CONDITIONS: dict[str, type] = {
     "out": int, "in": int, "experts": bool, "prescales": bool, "dtypes": list, "but_not": list, "only": list,
-    "inputs": str,
+    "inputs": str, "computes": str, "since": str,
 }  # fmt: skip
-HOW = ("run", "read")
+HOW = ("run", "built", "read")
 _NUMERIC = (
     r"(?:none|(?:fp8|fp4|int8|int4|q4_0|q[4-6]_k)"
     r"(?: tensor| channel| token| block \d+(?: \d+)?)(?: e4m3| e8m0)?(?: dynamic)?)"
@@ -167,7 +167,7 @@ def _row(file: TableFile, section: str, key: str, value: Any, form: re.Pattern[s
 
 
 def _evidence(file: TableFile, section: str, key: str, value: Any, more: Mapping[str, type] = {}) -> Evidence:
-    """Evidence is `{ run = "test file" }` or `{ read = "file of the program's source" }`; `more`: keys beside it."""
+    """Evidence is `{ run = "test file" }`, as `built`, or `{ read = "file of the source" }`; `more`: keys beside it."""
     place = file.place(section, key)
     given = value if isinstance(value, Mapping) else {}
     known = [how for how in HOW if isinstance(given.get(how), str) and given[how]]

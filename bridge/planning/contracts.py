@@ -37,7 +37,10 @@ FLAGS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class Evidence:
-    """How it is known that a program loads a format: `run` or `read`, and the test or the file of its source."""
+    """How it is known that a program loads a format: `run`, `built` or `read`, and the test or the file of its source.
+
+    `built`: its compiler made a program of it, which no run executed.
+    """
 
     how: str
     where: str
@@ -51,7 +54,8 @@ class Row:
     `in` of every matrix. Both hold for the part of each rank, too. `experts`: whether experts may have it. `prescales`:
     whether it may have pre-scales. `dtypes`: of what stays unquantized; empty if any. Architectures, as in config.json:
     `but_not`, whose classes do not read it; `only`, the ones that evidence is about, empty if any. `inputs`: what the
-    program rounds inputs to although the scheme leaves them.
+    program rounds inputs to although the scheme leaves them. `computes`: what a compiler makes of the products, "gemm"
+    of codes on both sides, "weight-only" or "dequantized". `since`: the first architecture of GPUs with the formats.
     """
 
     evidence: Evidence
@@ -63,6 +67,8 @@ class Row:
     but_not: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     inputs: str = ""
+    computes: str = ""
+    since: str = ""
 
     def why_not(self, what: str, architecture: str) -> str:
         """Why `what`, this row's formats, is not read in models of the architecture; "" if it is."""
@@ -197,10 +203,11 @@ class Verdict:
 
     @property
     def how(self) -> str:
-        """`run` if runs show all of it, `read` if some was read in the program's source, `no` if it is refused."""
+        """`run` if runs show all of it, `built` or `read` if some is known by that alone, `no` if it is refused."""
         if self.why_not:
             return "no"
-        return "run" if all(evidence.how == "run" for evidence in self.evidence) else "read"
+        known = {evidence.how for evidence in self.evidence}
+        return next((how for how in ("read", "built") if how in known), "run")
 
 
 def misfits(runtime: Runtime, contract: Contract, plan: Plan) -> list[tuple[str, str]]:

@@ -12,15 +12,15 @@ from bridge.targets import load_target
 
 INSTEAD = "; write "
 LOADING = ("program", "loads it", "known by, or why not")
-KNOWN = {"run": "yes", "read": "yes, by its source", "no": "no"}
+KNOWN = {"run": "yes", "built": "yes, by its compiler", "read": "yes, by its source", "no": "no"}
 
 
 @dataclass(frozen=True)
 class Loading:
     """Whether one program, in one version, loads an output.
 
-    `how`: "run" and "read" say how it is known that it does, "no" that it does not. `where`: the tests or the files of
-    its source; or the reason, and the flags to write with instead. `ranks`, `mistake`, `inputs`: see `Verdict`.
+    `how`: "run", "built" and "read" say how it is known that it does, "no" that it does not. `where`: the tests or the
+    files of its source; or the reason, and the flags to write with instead. The others are those of `Verdict`.
     """
 
     program: str

@@ -71,7 +71,7 @@ def _write_quantized(
 
     def counted(output: Output, array: Array, at: int) -> None:
         nonlocal subnormal
-        subnormal += _subnormal(array, step.coding.values) if output.part == "scale" else 0
+        subnormal += _subnormal(array, step.coding.rounds_up) if output.part == "scale" else 0
         sink(output, array, at)
 
     write_constants(step, context, buffers, sink)
@@ -276,7 +276,7 @@ def _policy(step: Step, context: ConversionContext, zero: bool, subnormal: int) 
     if zero:
         return "all zero: scale 1, codes 0"
     if subnormal:
-        return f"{subnormal} scales below the normal numbers of {step.coding.values}: rounded up (--dtype)"
+        return f"{subnormal} scales below the normal numbers of {step.coding.rounds_up}: rounded up (--dtype)"
     smoothing = smoothing_of(step, context.plan.sources[step.source].dtype, context.calibration)
     clipped = smoothing.clipped([part.module for part in step.inputs]) if smoothing else 0
     what = f"pre_quant_scale clipped to {RANGE[1]:g} on {clipped} input channels with almost no activation"

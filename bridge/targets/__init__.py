@@ -91,7 +91,7 @@ def make_options(target: Target, arguments: dict[str, Any]) -> Any:
     for name, value in arguments.items():
         if name not in known:
             raise UsageError(f"target {target.name} has no option {name!r}; {nearest(name, known)}")
-        if isinstance(known[name].default, bool) and not isinstance(value, bool):
+        if known[name].type == "bool" and not isinstance(value, bool):
             raise UsageError(f"{name}={value!r}: option {name!r} of target {target.name} must be True or False")
     if arguments.get("dtype") is not None and "dtype" in known:
         arguments = arguments | {"dtype": dtype_word(arguments["dtype"])}

@@ -25,7 +25,7 @@ PRINTED = {"json", "quiet", "verbose", "debug"}
 OWN = {
     "plan": {"every"},
     "calibrate": {"out", "overwrite"},
-    "check": {"paths"},
+    "check": {"paths", "build"},
     "show": {"what", "every", "dialect"},
     "sensitivity": {"out", "overwrite"},
     "inspect": {"worst"},

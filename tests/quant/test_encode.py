@@ -397,3 +397,22 @@ def test_an_encoder_is_gone_when_nobody_holds_it() -> None:
     held = weakref.ref(encoder)
     del encoder
     assert held() is None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_codes_are_chosen_with_a_scale_that_is_rounded_up_where_it_is_subnormal(dtype: str) -> None:
+    values = np.random.default_rng(4).standard_normal((8, 64)).astype(np.float32)
+    values[3:] *= np.float32(2.0**-14) if dtype == "float16" else np.float32(2.0**-127)
+    coding = Encoding(scale_dtype=dtype, round_up=True)
+    made = encode(values, "float32", (Numeric(INT4, "block", (16,)),), coding=coding)
+    scale = torch.from_numpy(values).reshape(8, 4, 16).abs().amax(-1).clamp(min=2.0**-126) / 7
+    kind, stored = TORCH[dtype], torch.from_numpy(made["scale"].copy()).view(TORCH[dtype])
+    tiny = torch.finfo(kind).tiny
+    above = scale >= tiny
+    assert torch.equal(stored[above], scale[above].to(kind)) and 0 < int(above.sum()) < above.numel()
+    step = torch.finfo(kind).smallest_normal * torch.finfo(kind).eps
+    assert torch.equal(stored[~above].float(), (scale[~above] / step).ceil().clamp(min=1) * step)
+    codes = (torch.from_numpy(values).reshape(8, 4, 16) / stored.float()[..., None]).round().clamp(-8, 7)
+    packed = torch.from_numpy(made["codes"].copy()).reshape(8, 4, 8)
+    nibbles = torch.stack([packed & 15, packed >> 4], -1).reshape(8, 4, 16).to(torch.int8)
+    assert torch.equal(torch.where(nibbles > 7, nibbles - 16, nibbles), codes.to(torch.int8))

@@ -32,6 +32,7 @@ class Scales:
     def __init__(self, numeric: tuple[Numeric, ...], dtype: str, coding: Encoding, amax: float | None) -> None:
         """dtype: of the weight before any cast.  amax: of the whole weight, if a scale covers it."""
         self._numeric, self._rounded, self._values = numeric[0], coding.scale_dtype, coding.values
+        self._round_up = coding.round_up
         searched = numeric[0].dtype in SEARCHED  # with their codes, in `kquants`
         self.bound, self._reciprocal = coding.bound or (1.0 if searched else numeric[0].maxbound), coding.reciprocal
         # ModelOpt has the amax of INT4 blocks in float32, all others in the weight's dtype. It clamps neither that of
@@ -92,6 +93,8 @@ class Scales:
             return self._factors(largest, scale, tiny)
         if self._rounded == "float32":
             return scale, scale
+        if self._round_up:
+            scale = round_up_subnormals(scale, self._rounded)
         np.maximum(scale, np.float32(SMALLEST[self._rounded]), out=scale)
         stored = cast(scale, "float32", self._rounded)
         return stored, to_float32(stored, self._rounded)

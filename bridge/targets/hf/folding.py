@@ -16,9 +16,9 @@ from bridge.core.text import pattern
 from bridge.core.values import Feed, Format, InputGroup
 from bridge.planning.plan import PASSTHROUGH
 from bridge.planning.target import Draft
+from bridge.targets.fused import MIN_GROUP
 from bridge.targets.hf.spelling import Traits
 
-MIN_GROUP = 2  # a group of one shares nothing
 INTO = "pre-scales are not stored: {count} norms and the rows of {feeds} matrices are multiplied by them"
 HEADS = (
     "{what} of the pre-scales of {repeat} query heads that read the same rows of {writer} is used for all of them: the "

@@ -14,8 +14,9 @@ from bridge.planning.target import Draft, Drafted
 from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import out_in
+from bridge.targets.fused import MIN_GROUP, block_of, fused_with, is_refit
 from bridge.targets.hf.experts import MIXED_EXPERTS, Experts
-from bridge.targets.hf.folding import MIN_GROUP, Folding
+from bridge.targets.hf.folding import Folding
 from bridge.targets.hf.shards import divide, names_for
 from bridge.targets.hf.spelling import Part, Spelling
 from bridge.targets.modelopt_format import routers
@@ -55,7 +56,7 @@ class Drafting:
         scheme = self._draft.scheme
         self._drafted.problems += [*self._ungrouped(), *self._folding.problems(), *self._mixes()]
         self._drafted.notes += self._folding.notes()
-        if self._draft.options.own_scales and not any(map(_is_refit, self._formats.values())):
+        if self._draft.options.own_scales and not any(map(is_refit, self._formats.values())):
             self._drafted.notes.append("own_scales changes nothing: no weight is FP8 with a scale per tensor")
         self._drafted.problems += self._experts.problems
         self._drafted.notes += self._experts.notes
@@ -83,7 +84,7 @@ class Drafting:
         chosen = {site.module for site in sites}
         for group in self._draft.structure.groups:
             modules = [module for module in group.modules if module in chosen]
-            for members in grouped(modules, _block):
+            for members in grouped(modules, block_of):
                 if len({module in self._formats for module in members}) > 1:
                     yield from ((module, MIXED) for module in members)
 
@@ -150,8 +151,8 @@ class Drafting:
         shape = spec.shape if site.stacked else out_in(spec, site)
         group = self._groups.get(site.module)
         unified = group.modules if group and self._spelling.unifies(format_) else ()
-        refits = _is_refit(format_) and not self._draft.options.own_scales
-        fused = self._fused(site.module) if refits else ()
+        refits = is_refit(format_) and not self._draft.options.own_scales
+        fused = fused_with(site.module, group.modules, self._formats) if refits and group else ()
         folded = site.module in self._folding.feeds or bool(group and self._folded.get(group.norm) is group)
         parts = self._spelling.parts(format_, site, shape, spec.dtype, folded)
         coding = self._spelling.coding(format_, site, spec.dtype, self._draft.options.dtype or spec.dtype)
@@ -173,14 +174,6 @@ class Drafting:
             unified=unified,
             feeds=self._folding.feeds_at(site.module),
         )
-
-    def _fused(self, module: str) -> tuple[str, ...]:
-        """The modules that servers hold as one matrix, this one included: q, k and v, or gate and up; () if alone."""
-        group = self._groups.get(module)
-        members = group.modules if group else ()
-        alike = (m for m in members if _block(m) == _block(module) and self._formats[m] == self._formats[module])
-        fused = tuple(alike)
-        return fused if len(fused) >= MIN_GROUP else ()
 
     def _plain_step(self, spec: TensorSpec, site: Site | None) -> Step:
         module = spec.name.rpartition(".")[0]
@@ -218,21 +211,6 @@ class Drafting:
         limit = byte_count(self._draft.options.shard_size, "shard_size")
         files = divide(_state_order(steps), limit, names_for(self._draft.config, self._draft.folder))
         return [replace(s, outputs=tuple(replace(o, file=files[o.spec.name]) for o in s.outputs)) for s in steps]
-
-
-def _is_refit(format_: Format) -> bool:
-    """Whether servers give the matrices that they fuse one scale, and quantize again those that had another.
-
-    vLLM 0.33 and SGLang 0.5 (`requantize_with_max_scale`) and TensorRT-LLM (`rescale_fused_weights`) do so with FP8
-    per tensor. With the largest of the scales from the start, no code changes when they load.
-    """
-    first = format_.weight[0]
-    return (first.dtype, first.per) == ("float8_e4m3fn", "tensor")
-
-
-def _block(module: str) -> str:
-    """The parent of a module. Attention and MLP may read one input: servers fuse each in itself."""
-    return module.rpartition(".")[0]
 
 
 def _one_tile(format_: Format, shape: tuple[int, int]) -> bool:

@@ -11,9 +11,13 @@ from bridge.planning.plan import Step
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
 
-NEWEST_OPSET = 24  # what torch 2.13 exports and TensorRT 10.15 reads
+# ONNX released opset 21 with IR version 10, 23 with 11; ONNX Runtime 1.31 reads up to 13. The newest is what torch 2.13
+# exports and TensorRT 10.15 reads.
+IR_VERSIONS = {21: 10, 22: 10, 23: 11, 24: 12}
+OLDEST_OPSET, NEWEST_OPSET = min(IR_VERSIONS), max(IR_VERSIONS)
 # TensorRT's "Quantization Schemes": INT4 blocks of 64 or 128, FP4 blocks of 16 with FP8 scales, MXFP8 blocks of 32.
-INT4_BLOCKS = (64, 128)
+# TensorRT for RTX 1.7 fuses INT4 blocks of 16 and 32, too.
+INT4_BLOCKS = (128, 64, 32, 16)
 # ONNX Runtime makes MatMulNBits of INT4 and INT8 weights, which quantizes activations too unless it is told not to.
 FLOAT_ACTIVATIONS = {"session.qdq_matmulnbits_accuracy_level": "1"}
 
@@ -24,11 +28,12 @@ def least_opset(chosen: str, scheme: Scheme | None, structure: Structure) -> tup
     formats = [format_ for format_ in chosen_formats if isinstance(format_, Format)]
     if any(numeric.dtype == "float4_e2m1fn" for format_ in formats for numeric in format_.weight):
         return 23, "older ones have no FP4"
-    if (formats or (scheme and scheme.kv)) and chosen != "float32":
+    wide = any(format_.input or format_.weight[0].per != "block" or len(format_.weight) > 1 for format_ in formats)
+    if (wide or (scheme and scheme.kv)) and chosen != "float32":
         return 23, f"older ones cannot dequantize to {chosen} with float32 scales"
     if chosen == "bfloat16" and any(site.layout == "conv" for site in structure.sites):
         return 22, "older ones have no convolution of bfloat16"
-    return 21, "older ones have no scales of blocks"
+    return OLDEST_OPSET, "older ones have no scales of blocks"
 
 
 def not_in_onnx_runtime(steps: Iterable[Step]) -> list[str]:

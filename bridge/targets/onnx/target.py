@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.dtypes import DTYPES
-from bridge.core.values import Format, Numeric, Site, Slice, TensorSpec
+from bridge.core.values import Encoding, Format, Numeric, Site, Slice, TensorSpec
 from bridge.planning.plan import Output, Plan, Step
 from bridge.planning.target import Draft, Drafted
 from bridge.quant.codec.blocks import stored_shapes
@@ -15,6 +16,7 @@ from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import StreamedTarget, out_in
 from bridge.targets.config_json import generation_problems
+from bridge.targets.fused import fused_with, is_refit
 from bridge.targets.onnx.files import ENCODER, MODEL, PARTS, graphs, is_multimodal
 from bridge.targets.onnx.formats import not_in_onnx_runtime
 from bridge.targets.stacks import experts_of
@@ -86,6 +88,8 @@ class OnnxTarget(StreamedTarget):
                 else:
                     step = self.plain_step(matrix, own, why, draft.options)
                 drafted.steps.append(part.reading(step) if part else step)
+        if not getattr(draft.options, "own_scales", True):
+            drafted.steps = _with_shared_scales(drafted.steps, draft)
         if draft.scheme and draft.scheme.kv:
             drafted.steps += [self.kv_step(module, draft.scheme.kv) for module in draft.structure.attention]
             drafted.notes += [KV_ALONE] if draft.structure.states else []
@@ -108,7 +112,8 @@ class OnnxTarget(StreamedTarget):
         transpose = site.layout == "out_in"
         text = spec.name if not format_.prescales else f"{spec.name} / pre_quant_scale"
         text = f"transpose({text})" if transpose else text
-        outputs = _weight_outputs(spec, site, format_, transpose, text)
+        coding = _coding(format_, options.dtype or spec.dtype)
+        outputs = _weight_outputs(spec, site, format_, transpose, text, coding)
         if format_.prescales:
             _, in_ = out_in(spec, site)
             scale = TensorSpec(f"{site.module}.pre_quant_scale", (in_,), options.dtype or spec.dtype)
@@ -119,7 +124,7 @@ class OnnxTarget(StreamedTarget):
             outputs.append(Output(scale, "input_scale", f"{amax_words(format_.input, 'input')} / {bound:g}"))
         whole = Slice(spec.name, module=site.module)
         shares = site.shares if has_tensor_scale(format_) else ""
-        return Step((whole,), tuple(outputs), site, format_, transpose=transpose, shares=shares)
+        return Step((whole,), tuple(outputs), site, format_, coding=coding, transpose=transpose, shares=shares)
 
     def kv_step(self, attention: str, kv: Numeric) -> Step:
         outputs = []
@@ -160,9 +165,38 @@ class OnnxTarget(StreamedTarget):
         return layer_errors(directory, plan, source, batch, runtime)
 
 
-def _weight_outputs(spec: TensorSpec, site: Site, format_: Format, transpose: bool, text: str) -> list[Output]:
+def _with_shared_scales(steps: Sequence[Step], draft: Draft) -> list[Step]:
+    """The steps of a plan, with one scale for the FP8 matrices that TensorRT multiplies at once."""
+    formats = {step.site.module: step.format for step in steps if step.site and step.format}
+    members = {module: group.modules for group in draft.structure.groups for module in group.modules}
+    made = []
+    for step in steps:
+        module = step.site.module if step.site else ""
+        fused = fused_with(module, members.get(module, ()), formats) if module in formats else ()
+        if fused and step.format and is_refit(step.format) and not step.shares:
+            outputs = (
+                replace(o, expression=o.expression.replace(" / ", f", the largest of {len(fused)} / "))
+                if o.part == "scale"
+                else o
+                for o in step.outputs
+            )
+            step = replace(step, shares=fused[0], outputs=tuple(outputs))
+        made.append(step)
+    return made
+
+
+def _coding(format_: Format, dtype: str) -> Encoding:
+    """Scales of blocks have the dtype of the dequantized weight: TensorRT takes no others."""
+    own = format_.weight[0].per == "block" and format_.weight[0].scale_dtype == "float32" and len(format_.weight) == 1
+    return Encoding(scale_dtype=dtype, round_up=True) if own and dtype in ("float16", "bfloat16") else Encoding()
+
+
+def _weight_outputs(
+    spec: TensorSpec, site: Site, format_: Format, transpose: bool, text: str, coding: Encoding
+) -> list[Output]:
     """Codes and scales of a weight for ONNX: scales are (), (out,) per channel, [in / block, out] per block."""
-    first, shapes = format_.weight[0], stored_shapes(format_.weight, spec.shape, site.layout, transpose, site.module)
+    first = format_.weight[0]
+    shapes = stored_shapes(format_.weight, spec.shape, site.layout, transpose, site.module, coding)
     block = f" of {'×'.join(map(str, first.block))}" if first.block else ""
     scale, bound = f"{site.module}.weight_scale", 6 * first.largest_scale if len(format_.weight) == 1 else 448.0
     what = {

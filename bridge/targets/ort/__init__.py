@@ -130,7 +130,14 @@ class Ort(OnnxTarget):
         options, config = context.plan.options, context.source.config
         rewrite = partial(fuse, windows=_windows(config), positions=_text(config).get("max_position_embeddings") or 0)
         chosen = GraphOptions(
-            "causal-lm", OrtOptions.dtype, OPSET, True, options["stamp"], rewrite=rewrite, join=join_products
+            "causal-lm",
+            OrtOptions.dtype,
+            OPSET,
+            True,
+            options["stamp"],
+            attention_op=True,
+            rewrite=rewrite,
+            join=join_products,
         )
         written, text = write_onnx(context, directory, chosen)
         session = FLOAT_ACTIVATIONS if options["exact"] else {}

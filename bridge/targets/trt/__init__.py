@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.errors import UsageError
-from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec
+from bridge.core.text import size
+from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec, main_dtype
 from bridge.planning.plan import Plan
-from bridge.planning.target import Draft
+from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import float_dtype, option
 from bridge.targets.onnx.export.tasks import choose_task
 from bridge.targets.onnx.families.refusals import why_refused
-from bridge.targets.onnx.files import graphs
 from bridge.targets.onnx.formats import FLOAT_ACTIVATIONS, INT4_BLOCKS, NEWEST_OPSET, least_opset
 from bridge.targets.onnx.target import ALL_EXPERTS, GRAPHS, OnnxTarget
 from bridge.targets.tasks import listed, tasks
@@ -37,9 +37,15 @@ class TrtOptions:
     task: str | None = option(None, f"one of {', '.join(tasks())}; default: the architecture's")
     dtype: str | None = option(None, "fp16, bf16, fp32 of unquantized parts; default: source's")
     opset: int | None = option(None, "ONNX opset 21 to 24; default: the lowest that has the needed types")
+    attention_op: bool = option(False, "attention as ONNX's operator (opset 23), which TensorRT fuses less often")
     cache: bool = option(True, "decoders: past_key_values inputs and present outputs")
+    own_scales: bool = option(
+        False, "fp8: a weight scale for each of q, k, v, gate, up, as ModelOpt has; TensorRT then needs more kernels"
+    )
     custom_ops: bool = option(False, "allow TensorRT's own FP4 / MXFP8 ops (domain trt)")
-    engine: bool = option(False, "also build model.engine (needs the tensorrt package and a GPU)")
+    engine: bool | str = option(
+        False, "also build engines: for GPUs by name (rtx4090,rtx5090), or alone with the tensorrt package for this GPU"
+    )
     stamp: bool = option(True, "export a few layers and stamp the identical rest")
 
 
@@ -47,7 +53,7 @@ class Trt(OnnxTarget):
     """See `bridge.targets.Target`."""
 
     name = "trt"
-    writes = (*GRAPHS, "model.safetensors", "*.engine", "trtexec.txt", "genai_config.json")
+    writes = (*GRAPHS, "model.safetensors", "*.engine", "engine.json", "trtexec.txt", "genai_config.json")
     Options = TrtOptions
     reader = "TensorRT"
     int4_blocks = INT4_BLOCKS
@@ -85,19 +91,36 @@ class Trt(OnnxTarget):
     def resolve(
         self, options: TrtOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]
     ) -> TrtOptions:
-        if options.engine:
-            from bridge.targets.trt.engine import EngineUnavailable, why_unavailable
-
-            if reason := why_unavailable():
-                raise EngineUnavailable(f"engine=True: no TensorRT engine can be built here: {reason}")
+        engine = _resolve_engine(options.engine)
         task = choose_task(options.task, structure.architecture)
         chosen = float_dtype(options.dtype, specs, "of graphs")
+        if isinstance(engine, str) and options.dtype is None and chosen == "float32":
+            chosen = "float16"
         least, why = least_opset(chosen, scheme, structure)
+        if options.attention_op and least < 23:
+            least, why = 23, "older ones have no Attention"
         opset = options.opset or least
         if not least <= opset <= NEWEST_OPSET:
             reason = why if opset < least else f"{NEWEST_OPSET} is the newest that bridge writes"
             raise UsageError(f"opset {opset} is not possible: {reason}; use {least} to {NEWEST_OPSET}")
-        return dataclasses.replace(options, task=task, dtype=chosen, opset=opset)
+        return dataclasses.replace(options, task=task, dtype=chosen, opset=opset, engine=engine)
+
+    def draft(self, draft: Draft) -> Drafted:
+        drafted, options = super().draft(draft), draft.options
+        if isinstance(options.engine, str):
+            from bridge.targets.trt.engine import build_memory
+            from bridge.targets.trt.gpus import why_no_engine
+
+            architectures = options.engine.split(",")
+            drafted.problems += [("", why) for why in why_no_engine(drafted.steps, options.dtype, architectures)]
+            weights = sum(output.spec.nbytes for step in drafted.steps for output in step.outputs)
+            gpus = ", ".join(map(str.upper, architectures))
+            drafted.notes.append(f"engine for {gpus}: its build takes up to {size(build_memory(weights))} of memory")
+            if main_dtype(draft.specs.values()) == "float32" != options.dtype:
+                drafted.notes.append(
+                    f"float32 is written as {options.dtype}, which TensorRT fuses attention in (--dtype)"
+                )
+        return drafted
 
     def why_unsupported(self, format_: Format, options: TrtOptions) -> str:
         codes = {n.dtype for n in (*format_.weight, *((format_.input,) if format_.input else ()))}
@@ -112,7 +135,7 @@ class Trt(OnnxTarget):
             )
         for numeric in format_.weight:
             if numeric.dtype == "int4" and numeric.block not in [(b,) for b in INT4_BLOCKS]:
-                return f"TensorRT's INT4 has blocks of 64 or 128 along `in`, not {numeric.block}; {BLOCKS}"
+                return f"TensorRT's INT4 has blocks of 16 to 128 along `in`, not {numeric.block}; {BLOCKS}"
             if numeric.dtype == "float4_e2m1fn" and (numeric.block, numeric.scale_dtype) != ((16,), "float8_e4m3fn"):
                 return "TensorRT's FP4 has blocks of 16 with FP8 scales; use nvfp4_wo"
             if numeric.scale_dtype == "float8_e8m0fnu" and not options.custom_ops:
@@ -155,6 +178,11 @@ class Trt(OnnxTarget):
         experts = {site.expert for site in structure.sites if site.expert is not None}
         if experts:
             notes.append(ALL_EXPERTS.format(len(experts)))
+        if options.dtype == "float32":
+            notes.append(
+                "float32 graph: TensorRT fuses no attention in it, and takes 3 to 5 times the memory for activations; "
+                "for engines write dtype='fp16' (--dtype fp16)"
+            )
         if options.dtype == "float16":
             notes.append("float16 graph: verify runs a float32 copy of it")
         if options.dtype == "bfloat16":
@@ -169,8 +197,10 @@ class Trt(OnnxTarget):
 
     def lint(self, directory: Path, plan: Plan) -> list[str]:
         from bridge.targets.onnx.lint import lint
+        from bridge.targets.trt.engine import altered_engines
 
-        return [str(finding) for finding in lint(directory, custom_ops=plan.options["custom_ops"])]
+        findings = [str(finding) for finding in lint(directory, custom_ops=plan.options["custom_ops"])]
+        return [*findings, *altered_engines(directory)]
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         from bridge.targets.onnx.write.genai_config import (
@@ -180,12 +210,12 @@ class Trt(OnnxTarget):
         )
         from bridge.targets.onnx.write.side_files import read_image_size, read_pooling
         from bridge.targets.onnx.write.writer import GraphOptions, write_onnx
-        from bridge.targets.trt.engine import build_engine, profile_of, trtexec_line
+        from bridge.targets.trt.engine import build_engines, build_here, trtexec_lines
 
         options, files = context.plan.options, context.source.side_files
         pools = options["task"] == "feature-extraction"
         pooling, why_not = read_pooling(files) if pools else ("", "")
-        given = {key: options[key] for key in ("task", "dtype", "opset", "cache", "stamp")}
+        given = {key: options[key] for key in ("task", "dtype", "opset", "cache", "stamp", "attention_op")}
         chosen = GraphOptions(**given, image=read_image_size(files), pooling=pooling)
         written, text = write_onnx(context, directory, chosen)
         if "embedding" in tasks()[options["task"]].parts:
@@ -195,14 +225,30 @@ class Trt(OnnxTarget):
         elif _generates(options):
             why_not = write_genai_config(context.source, text, directory, FLOAT_ACTIVATIONS)
         written = dataclasses.replace(written, notes=(*written.notes, *([why_not] if why_not else [])))
-        profile = profile_of(context.source.config, bool(options["cache"]))
-        engines = {path: path.with_suffix(".engine") for path in graphs(directory)}
-        lines = [trtexec_line(path, profile, engine.name) for path, engine in engines.items()]
-        (directory / "trtexec.txt").write_text("".join(f"{line}\n" for line in lines))
-        if options["engine"]:
-            for path, engine in engines.items():
-                build_engine(path, engine, profile, context.progress)
+        config = context.source.config
+        (directory / "trtexec.txt").write_text(trtexec_lines(directory, config))
+        if options["engine"] is True:
+            build_here(directory, config, context.progress)
+        elif options["engine"]:
+            built = build_engines(directory, config, options["engine"].split(","), progress=context.progress)
+            summaries = [f"{engine.file}: {engine.summary}" for engine in built.engines if engine.summary]
+            written = dataclasses.replace(written, notes=(*written.notes, *summaries, *built.warnings))
         return written
+
+
+def _resolve_engine(given: bool | str) -> bool | str:
+    """True for this machine's GPU, the architectures of GPUs with commas between, or False; refused if unavailable."""
+    from bridge.targets.trt.gpus import parse_gpus
+    from bridge.targets.trt.products import FULL, RTX, EngineUnavailable, why_unavailable
+
+    if isinstance(given, str) and given.lower() == "true":  # a bare --engine
+        given = True
+    if not isinstance(given, bool | str):
+        raise UsageError(f"engine={given!r} must be True or False, or names of GPUs: 'rtx4090,rtx5090'")
+    engine = ",".join(parse_gpus(given)) if isinstance(given, str) else given
+    if engine and (reason := why_unavailable(FULL if engine is True else RTX)):
+        raise EngineUnavailable(f"engine={given!r}: no TensorRT engine can be built here: {reason}")
+    return engine
 
 
 def _generates(options: Mapping[str, Any]) -> bool:

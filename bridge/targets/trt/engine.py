@@ -1,252 +1,257 @@
-"""Build a TensorRT engine from a written ONNX file.
+"""Build the engines of a written directory.
 
-This code was never run against TensorRT: the calls follow its Python API as documented for 10.x and 11.x, and the
-tests compare them with a stand-in that records them. `trtexec_line` gives the same build as a command.
+Each build is a process of its own, since a builder can crash.
 """
 
 from __future__ import annotations
 
-import ctypes
+import hashlib
 import importlib
-import os
-import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import UsageError, WriteError
-from bridge.core.output.temporary import write_whole
+from bridge.core.machine import available_memory
+from bridge.core.output.temporary import temporary_directory, write_whole
 from bridge.core.progress import Progress, no_progress
-from bridge.core.text import fold_layers, fold_problems, nearest
-from bridge.sources.configs.positions import context_length, image_positions
+from bridge.core.text import fold_layers, size
+from bridge.targets.onnx.files import WEIGHTS, graphs
+from bridge.targets.trt.build import build_engine
+from bridge.targets.trt.compiled import Compiled, compiled_modules, quantized_modules, summary
+from bridge.targets.trt.products import FULL, RTX, TITLES, EngineUnavailable, rtx_version, why_unavailable
+from bridge.targets.trt.profile import Profile, profiles_of, trtexec_line
 
-INSTALL = 'pip install --extra-index-url https://pypi.nvidia.com "tensorrt>=10.15"'
-OLDEST = 10  # older versions have no strongly typed network
-Range = tuple[int, int, int]
-# Axes of denoisers: tokens of a prompt, and of a packed image (1024 x 1024 has 4096).
-DENOISER: dict[str, Range] = {"text_tokens": (1, 77, 512), "image_tokens": (1, 4096, 16384)}
-# At 16 kHz: from 50 ms over ten seconds to half a minute; of spectra, a hundred frames a second.
-SOUND: dict[str, Range] = {"samples": (800, 160_000, 480_000), "spectrum_frames": (5, 500, 1500)}
-# Rows of features that stand for images or sound in a text; none in a text alone.
-ROWS: dict[str, Range] = {"image_rows": (0, 576, 9216), "audio_rows": (0, 750, 3000)}
-# Of images of any size. Pixels: multiples of both 28 and 32, and Mistral 3's processor makes sides of up to 1540.
-# Patches: SigLIP 2's processor makes 256, of up to 1024 that it was trained with.
-SIGHT: dict[str, Range] = {
-    "image_tiles": (1, 5, 37),  # LLaVA-OneVision has up to 6 x 6, and the image itself
-    "image_patches": (16, 1024, 16384),
-    "image_height": (224, 448, 1568),
-    "image_width": (224, 448, 1568),
-    "patches": (1, 256, 1024),
-}
-IMAGES: Range = (1, 1, 4)  # of a row, for layers of cross-attention; a text alone has one of zeros
-Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-class EngineUnavailable(WriteError):
-    """No engine can be built on this machine: the `tensorrt` package or a GPU is missing."""
+RECORD = "engine.json"
+ENDING = ".engine"
+BOUND = "this version of TensorRT for RTX, these architectures, these weights: neither refittable nor stripped"
+BOUND_HERE = "this version of TensorRT and this GPU"
+# Peak memory of a build over the bytes of weights, 3.3 (FP8) and 4 (INT4) times for 1.1 B parameters; the libraries.
+MEMORY, LIBRARIES = 4, 700 << 20
+REMEDY = "choose smaller blocks if one covers all of `in`, else a scheme with kernels (`qbridge show runtimes`)"
 
 
 @dataclass(frozen=True)
-class Profile:
-    """Minimum, optimum and maximum extent of every dynamic axis, by the axis names of our graphs.
+class Engine:
+    """One engine: what it was built from and for, and what each quantized matrix was compiled to.
 
-    `others`: axes of other names. `total_sequence` follows from `past` and `sequence` unless `others` has it.
-    `image_positions`: keys that layers of cross-attention have of an image.
+    `activation_bytes`: what TensorRT counts for the largest shapes of its profiles.
     """
 
-    batch: Range = (1, 1, 8)
-    sequence: Range = (1, 128, 512)
-    past: Range = (0, 128, 1024)
-    image_positions: int = 0
-    others: Mapping[str, Range] = field(default_factory=dict)
+    file: str
+    graph: str
+    graph_sha256: str
+    engine_sha256: str
+    bytes: int
+    activation_bytes: int
+    profiles: tuple[Mapping[str, Any], ...]
+    compiled: Mapping[str, int] = field(default_factory=dict)
+    dequantized: tuple[str, ...] = ()
 
     @property
-    def ranges(self) -> dict[str, Range]:
-        total = tuple(a + b for a, b in zip(self.past, self.sequence, strict=True))
-        own = {"batch": self.batch, "sequence": self.sequence, "past_sequence": self.past}
-        own |= {"encoder_sequence": self.sequence, "text_batch": self.batch, "image_batch": self.batch}
-        own |= {"audio_batch": self.batch, "images": IMAGES}
-        least, optimum, most = (count * self.image_positions for count in IMAGES)
-        own["image_positions"] = (least, optimum, most)
-        return {**own, **SOUND, **DENOISER, **ROWS, **SIGHT, "total_sequence": total, **self.others}  # type: ignore[dict-item]
+    def summary(self) -> str:
+        """ "154 of 154 matrices run in FP8"; "" without quantized matrices."""
+        kinds = (Compiled("", kind) for kind, count in self.compiled.items() for _ in range(count))
+        return summary(kinds)
 
 
-def profile_of(config: Mapping[str, Any], cache: bool) -> Profile:
-    """The engine's default shapes, limited by the model's positions, which past and sequence share."""
-    limit, positions = context_length(config), image_positions(config)
-    if limit is None:
-        return Profile(image_positions=positions)
-    most = min(512, max(limit // 2, 1) if cache else limit)
-    left = min(1024, limit - most)
-    sequence, past = (1, min(128, most), most), (0, min(128, left), left)
-    return Profile(sequence=sequence, past=past, image_positions=positions)
+@dataclass(frozen=True)
+class Engines:
+    """What `engine.json` says: the engines of a directory. An engine that it does not name does not count."""
+
+    product: str
+    version: str
+    architectures: tuple[str, ...]
+    weights_sha256: str
+    engines: tuple[Engine, ...]
+    bound_to: str = BOUND
+
+    def save(self, directory: Path) -> None:
+        """Write `engine.json`, last of all files."""
+        write_whole(directory / RECORD, (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+    def lines(self) -> list[str]:
+        """What a user reads: a line for each engine, and the warnings."""
+        made = [
+            f"{engine.file}: {size(engine.bytes)}, {size(engine.activation_bytes)} of activations"
+            + (f"; {engine.summary}" if engine.summary else "")
+            for engine in self.engines
+        ]
+        builder = f"{self.product} {self.version}, {', '.join(self.architectures)}"
+        return [builder, *made, *(f"warning: {text}" for text in self.warnings)]
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each graph whose quantized matrices no product reads as codes."""
+        return [
+            f"{engine.graph}: TensorRT dequantizes {', '.join(fold_layers(engine.dequantized))}, which costs memory "
+            f"traffic and saves no products; {REMEDY}"
+            for engine in self.engines
+            if engine.dequantized
+        ]
 
 
-def profile_shapes(onnx_path: Path, profile: Profile) -> dict[str, Shapes]:
-    """Return input -> (min, opt, max) for every input with a dynamic axis; UsageError if an axis has no range."""
-    import onnx
+def build_engines(
+    directory: Path,
+    config: Mapping[str, Any],
+    architectures: Sequence[str],
+    *,
+    out: Path | None = None,
+    memory: int | None = None,
+    progress: Progress = no_progress,
+) -> Engines:
+    """Build an engine of each graph of a directory for some architectures with TensorRT for RTX; `engine.json` is last.
 
-    from bridge.targets.onnx.lint.model import axes
+    config: the model's, whose positions limit the profiles.  out: where engines go, by default beside the graphs.
+    memory: bytes that the build may take.
 
-    graph = onnx.load(onnx_path, load_external_data=False).graph
-    inputs = {value.name: axes(value.type.tensor_type) for value in graph.input}
-    ranges = profile.ranges
-    wrong = [
-        f"{n}: {', '.join(map(str, r))}" for n, r in ranges.items() if len(r) != 3 or not 0 <= r[0] <= r[1] <= r[2]
-    ]
-    if wrong:
-        raise UsageError(f"profile: a range needs 0 <= min <= opt <= max; wrong: {'; '.join(wrong)}")
-    dynamic = {
-        name: shape for name, shape in inputs.items() if shape is None or not all(isinstance(a, int) for a in shape)
-    }
-    known = {axis for shape in dynamic.values() for axis in shape or () if isinstance(axis, str)}
-    problems = [f"{name}: axis {axis}" for name, shape in dynamic.items() for axis in _unknown(shape, ranges)]
-    if problems:
+    Raises:
+        EngineUnavailable: TensorRT for RTX is not installed.
+        UsageError: the build needs more memory than is allowed, or free.
+        WriteError: the parser or the builder refuses a graph, or crashed.
+    """
+    if reason := why_unavailable(RTX):
+        raise EngineUnavailable(f"no engine can be built here: {reason}")
+    check_memory(directory, memory)
+    target = out or directory
+    (target / RECORD).unlink(missing_ok=True)  # it would name engines that are replaced now
+    tag = "+".join(architectures)
+    engines = []
+    for graph in graphs(directory):
+        engine, profiles = target / f"{graph.stem}.{tag}{ENDING}", profiles_of(config, graph)
+        job = {
+            "task": "build", "graph": str(graph), "engine": str(engine), "capabilities": list(architectures),
+            "profiles": [asdict(profile) for profile in profiles],
+        }  # fmt: skip
+        built = _in_child(job, engine.with_suffix(".log"), progress)["built"]
+        engines.append(_record(graph, engine, profiles, built))
+    return _save(directory, target, Engines(TITLES[RTX], rtx_version(), tuple(architectures), "", tuple(engines)))
+
+
+def _save(directory: Path, target: Path, record: Engines) -> Engines:
+    weights = directory / WEIGHTS
+    record = replace(record, weights_sha256=_sha256(weights) if weights.exists() else "")
+    record.save(target)
+    return record
+
+
+def build_here(directory: Path, config: Mapping[str, Any], progress: Progress = no_progress) -> Engines:
+    """Build model.engine of each graph with the full TensorRT, for the GPU of this machine; `engine.json` is last."""
+    (directory / RECORD).unlink(missing_ok=True)
+    engines = []
+    for graph in graphs(directory):
+        engine, profiles = graph.with_suffix(ENDING), profiles_of(config, graph)
+        built = build_engine(graph, engine, profiles, progress, product=FULL)
+        engines.append(_record(graph, engine, profiles, vars(built)))
+    version = str(importlib.import_module(FULL).__version__)
+    return _save(directory, directory, Engines(TITLES[FULL], version, ("this GPU",), "", tuple(engines), BOUND_HERE))
+
+
+def trtexec_lines(directory: Path, config: Mapping[str, Any]) -> str:
+    """The content of trtexec.txt: a line for each graph."""
+    lines = (
+        trtexec_line(path, profiles_of(config, path)[0], path.with_suffix(ENDING).name) for path in graphs(directory)
+    )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def build_memory(weights: int) -> int:
+    """Bytes that a build takes at most, of a graph with so many bytes of weights."""
+    return LIBRARIES + MEMORY * weights
+
+
+def check_memory(directory: Path, memory: int | None) -> None:
+    """UsageError if a build takes more bytes than is allowed, or free."""
+    weights = directory / WEIGHTS
+    need, free = build_memory(weights.stat().st_size if weights.exists() else 0), available_memory()
+    if need > (limit := free if memory is None else min(memory, free)):
+        what = "are free" if limit == free else "are allowed (--memory)"
         raise UsageError(
-            f"{onnx_path.name}: no range for {', '.join(fold_layers(problems))}; "
-            'give one: Profile(others={"NAME": (min, opt, max)})'
+            f"{directory}: building an engine takes up to {size(need)}, {MEMORY} times its weights, and {size(limit)} "
+            f"{what}; build on a larger machine: the engine is for a GPU, not for the machine that builds it"
         )
-    if unknown := sorted(set(profile.others) - known):
-        raise UsageError(f"profile: {onnx_path.name} has no dynamic axis {unknown[0]!r}; {nearest(unknown[0], known)}")
-    return {name: _bounds(shape or (), ranges) for name, shape in dynamic.items()}
 
 
-def _unknown(shape: tuple[int | str | None, ...] | None, ranges: Mapping[str, Range]) -> list[str]:
-    if shape is None:
-        return ["(no shape)"]
-    return [axis or "(no name)" for axis in shape if not isinstance(axis, int) and axis not in ranges]
+def parser_findings(path: Path) -> list[str]:
+    """A line for each graph of a directory, or of a file, that the parser of TensorRT for RTX refuses, if installed."""
+    if why_unavailable(RTX):
+        return []
+    found = []
+    with temporary_directory() as folder:
+        for graph in graphs(path) if path.is_dir() else [path]:
+            answer = _in_child({"task": "parse", "graph": str(graph)}, folder / "parse.log", no_progress)
+            found += [f"error [parser] {graph.name}: {line}" for line in answer["parsed"]]
+    return found
 
 
-def _bounds(shape: tuple[int | str | None, ...], ranges: Mapping[str, Range]) -> Shapes:
-    least, optimum, most = (
-        tuple(axis if isinstance(axis, int) else ranges[str(axis)][bound] for axis in shape) for bound in range(3)
-    )
-    return least, optimum, most
-
-
-def trtexec_line(onnx_path: Path, profile: Profile, engine: str = "model.engine") -> str:
-    """Return the `trtexec` command of the same build, to be run in the directory of the ONNX file.
-
-    Since TensorRT 11 every network is strongly typed, and `--stronglyTyped` can be left out.
-
-    >>> trtexec_line(Path("model.onnx"), Profile())  # doctest: +SKIP
-    'trtexec --onnx=model.onnx --saveEngine=model.engine --stronglyTyped --minShapes=input_ids:1x1 ...'
-    """
-    words = ["trtexec", f"--onnx={onnx_path.name}", f"--saveEngine={engine}", "--stronglyTyped"]
-    shapes = profile_shapes(onnx_path, profile)
-    for number, bound in enumerate(("min", "opt", "max")):
-        if shapes:
-            extents = ",".join(f"{name}:{'x'.join(map(str, bounds[number]))}" for name, bounds in shapes.items())
-            words.append(f"--{bound}Shapes={extents}")
-    return shlex.join(words)
-
-
-def why_unavailable() -> str:
-    """Why this machine cannot build an engine, with the remedy; "" if it can."""
+def altered_engines(directory: Path) -> list[str]:
+    """A line for each engine of `engine.json` that is missing, was changed, or is of another graph or other weights."""
+    path = directory / RECORD
+    if not path.is_file():
+        return []
     try:
-        trt = importlib.import_module("tensorrt")
-    except (ImportError, OSError) as error:  # OSError: the package is installed, its libraries are not
-        return f"the package `tensorrt` cannot be imported ({error}); install it: {INSTALL}"
-    if not hasattr(trt, "Builder"):
-        return f"the package `tensorrt` is the placeholder without libraries (it has no Builder); install it: {INSTALL}"
-    if _major(trt) < OLDEST:
-        return f"tensorrt {trt.__version__} is too old for strongly typed Q/DQ networks; install a newer one: {INSTALL}"
-    if gpu_count() == 0:
-        return "CUDA finds no NVIDIA GPU; build on the machine that will serve (see nvidia-smi there)"
-    return ""
+        record = json.loads(path.read_text())
+        rows = [(row["file"], row["engine_sha256"], row["graph"], row["graph_sha256"]) for row in record["engines"]]
+        weights = record["weights_sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        return [f"error [engine] {RECORD}: cannot be read ({error!r}); build the engines again"]
+    found = []
+    for file, engine, graph, digest in rows:
+        for name, expected, what in ((file, engine, "was changed or cut"), (graph, digest, "is another graph")):
+            at = directory / Path(name).name
+            if not at.is_file():
+                found.append(f"error [engine] {name}: is missing; build the engines again")
+            elif _sha256(at) != expected:
+                found.append(f"error [engine] {name}: {what} since the engine was built; build the engines again")
+    at = directory / WEIGHTS
+    if weights and at.is_file() and _sha256(at) != weights:
+        found.append(f"error [engine] {WEIGHTS}: are other weights than the engines have; build the engines again")
+    return found
 
 
-def _major(trt: Any) -> int:
-    return int(str(trt.__version__).split(".")[0])
+def _record(graph: Path, engine: Path, profiles: Sequence[Profile], built: Mapping[str, Any]) -> Engine:
+    compiled = compiled_modules(built["layers"], quantized_modules(graph)) if built["layers"] else ()
+    return Engine(
+        engine.name, graph.name, _sha256(graph), _sha256(engine), engine.stat().st_size, built["activation_bytes"],
+        tuple(asdict(profile) for profile in profiles), dict(Counter(each.computes for each in compiled)),
+        tuple(each.module for each in compiled if not each.is_quantized),
+    )  # fmt: skip
 
 
-def gpu_count() -> int:
-    """Number of GPUs by the CUDA driver itself, without a framework; 0 without a driver."""
-    try:
-        cuda, count = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1"), ctypes.c_int(0)
-        failed = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
-    except (OSError, AttributeError):
-        return 0
-    return 0 if failed else count.value
+def _in_child(job: Mapping[str, Any], log: Path, progress: Progress) -> dict[str, Any]:
+    """The answer of a process that builds or parses; its log stays if it fails."""
+    answer: dict[str, Any] = {}
+    command = [sys.executable, "-P", "-m", "bridge.targets.trt.build"]  # -P: not the code of the current directory
+    with log.open("w") as messages, subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=messages, text=True
+    ) as child:  # fmt: skip
+        assert child.stdin and child.stdout
+        try:
+            child.stdin.write(json.dumps(job))
+            child.stdin.close()
+            for line in child.stdout:
+                answer = json.loads(line)
+                if "progress" in answer:
+                    progress(*answer["progress"])
+        except BaseException:
+            child.kill()
+            log.unlink(missing_ok=True)
+            raise
+    if "error" in answer:
+        raise WriteError(f"{answer['error']}\n  its log: {log}")
+    if "built" not in answer and "parsed" not in answer:
+        how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit status {child.returncode}"
+        name = Path(job["graph"]).name
+        raise WriteError(f"{name}: the builder of TensorRT crashed ({how}) and left no engine\n  its log: {log}")
+    log.unlink(missing_ok=True)
+    return answer
 
 
-def build_engine(onnx_path: Path, engine: Path, profile: Profile, progress: Progress = no_progress) -> None:
-    """Build `engine` from `onnx_path`, in one atomic write.
-
-    EngineUnavailable says what is missing; WriteError lists the parser's errors. TensorRT's own logger writes all other
-    messages to stderr.
-    """
-    shapes = profile_shapes(onnx_path, profile)
-    if reason := why_unavailable():
-        raise EngineUnavailable(
-            f"no TensorRT engine can be built here: {reason}\n"
-            f"  the same build elsewhere: {trtexec_line(onnx_path, profile, engine.name)}"
-        )
-    trt = importlib.import_module("tensorrt")
-    log = trt.Logger(trt.Logger.ERROR)
-    builder = trt.Builder(log)
-    # 10.x needs the flag for a strongly typed network, 11 has no other networks.
-    network = builder.create_network(
-        1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if _major(trt) < 11 else 0
-    )
-    parser = trt.OnnxParser(network, log)  # owns the weights of the network: it must outlive the build
-    if not parser.parse_from_file(str(onnx_path)):
-        errors = "\n  ".join(_errors(parser)) or "it gave no reason"
-        raise WriteError(f"{onnx_path.name}: TensorRT's parser refuses it; `qbridge check` may say why\n  {errors}")
-    config = builder.create_builder_config()
-    if shapes:
-        ranges = builder.create_optimization_profile()
-        for name, bounds in shapes.items():
-            ranges.set_shape(name, *bounds)
-        if config.add_optimization_profile(ranges) < 0:
-            raise WriteError(f"TensorRT refuses the optimization profile: {shapes}; change the ranges of Profile")
-    config.progress_monitor = monitor = _monitor(trt, progress)
-    plan = builder.build_serialized_network(network, config)
-    if monitor.stopped is not None:
-        raise monitor.stopped
-    if plan is None:
-        command = trtexec_line(onnx_path, profile, engine.name)
-        raise WriteError(f"{onnx_path.name}: TensorRT built no engine; it logged why\n  the same build: {command}")
-    try:
-        write_whole(engine, memoryview(plan))
-    except OSError as error:
-        raise WriteError(
-            f"{engine}: cannot be written: {error.strerror}; free some space, or use another disk"
-        ) from error
-
-
-def _errors(parser: Any) -> list[str]:
-    errors = [parser.get_error(number) for number in range(parser.num_errors)]
-    return fold_problems(
-        (error.node_name() or f"node {error.node()}", f"{error.node_operator() or 'graph'}: {error.desc()}")
-        for error in errors
-    )
-
-
-def _monitor(trt: Any, progress: Progress) -> Any:
-    """Report the steps of the outermost phase; phases nest."""
-
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.IProgressMonitor.__init__(self)
-            self.outermost, self.steps = "", 0
-            self.stopped: BaseException | None = None  # raised by the caller: it must not pass through TensorRT
-
-        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            if parent_phase is None:
-                self.outermost, self.steps = phase_name, num_steps
-
-        def step_complete(self, phase_name: str, step: int) -> bool:
-            """Return False to stop TensorRT."""
-            try:
-                if phase_name == self.outermost and self.stopped is None:
-                    progress(step + 1, self.steps, phase_name)
-            except BaseException as error:  # also KeyboardInterrupt
-                self.stopped = error
-            return self.stopped is None
-
-        def phase_finish(self, phase_name: str) -> None:
-            pass
-
-    return Monitor()
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

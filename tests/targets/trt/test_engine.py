@@ -9,19 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnx
 import pytest
 from onnx import TensorProto, helper
 
 from bridge.core.errors import UsageError, WriteError
-from bridge.targets.trt import engine as module
-from bridge.targets.trt.engine import (
-    EngineUnavailable,
-    Profile,
-    build_engine,
-    profile_shapes,
-    trtexec_line,
-    why_unavailable,
-)
+from bridge.targets.trt import products as module
+from bridge.targets.trt.build import build_engine
+from bridge.targets.trt.products import EngineUnavailable, why_unavailable
+from bridge.targets.trt.profile import Profile, profile_shapes, profiles_of, trtexec_line
 
 PLAN = b"an engine"
 PAST = {
@@ -74,11 +70,8 @@ class Recorder:
 
 
 def stand_in(record: Recorder, version: str = "10.15.1") -> Any:
-    class Logger:
-        ERROR = "error"
-
-        def __init__(self, least: str) -> None:
-            assert least == self.ERROR
+    class ILogger:
+        ERROR, INTERNAL_ERROR = "error", "internal error"
 
     class IProgressMonitor:
         pass
@@ -91,7 +84,7 @@ def stand_in(record: Recorder, version: str = "10.15.1") -> Any:
 
     class Builder:
         def __init__(self, log: Any) -> None:
-            assert isinstance(log, Logger)
+            assert isinstance(log, ILogger)
 
         def create_network(self, flags: int) -> str:
             record.calls.append(("create_network", flags))
@@ -127,7 +120,7 @@ def stand_in(record: Recorder, version: str = "10.15.1") -> Any:
             return record.errors[at]
 
     return SimpleNamespace(
-        __version__=version, Logger=Logger, IProgressMonitor=IProgressMonitor, Builder=Builder, OnnxParser=OnnxParser,
+        __version__=version, ILogger=ILogger, IProgressMonitor=IProgressMonitor, Builder=Builder, OnnxParser=OnnxParser,
         NetworkDefinitionCreationFlag=SimpleNamespace(STRONGLY_TYPED=3),
     )  # fmt: skip
 
@@ -141,7 +134,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def build(path: Path, **settings: Any) -> None:
-    build_engine(path, path.with_name("m.engine"), Profile(), **settings)
+    build_engine(path, path.with_name("m.engine"), [Profile()], **settings)
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -223,7 +216,7 @@ def test_the_parsers_errors_are_listed_with_node_names(
 
 def test_a_failed_build_says_the_command_and_leaves_nothing(record: Recorder, tmp_path: Path) -> None:
     record.plan = None
-    with pytest.raises(WriteError, match=r"built no engine; it logged why\n.*trtexec"):
+    with pytest.raises(WriteError, match=r"built no engine: it logged why\n.*trtexec"):
         build(write_onnx(tmp_path))
     assert leftovers(tmp_path) == []
 
@@ -291,3 +284,18 @@ def test_images_of_any_size_reach_the_largest_of_mistral_3() -> None:
         assert all(extent % 28 == extent % 32 == 0 for extent in extents), "patches of 14 or 16, two by two"
     least_rows = (1540 // 28) ** 2
     assert Profile().ranges["image_rows"][2] >= least_rows
+
+
+def test_a_decoder_has_a_profile_for_prompts_and_one_for_single_tokens(tmp_path: Path) -> None:
+    prompt, step = profiles_of({"max_position_embeddings": 96}, write_onnx(tmp_path))
+    assert (prompt.sequence, prompt.past) == ((1, 48, 48), (0, 48, 48))
+    assert (step.sequence, step.past, step.batch) == ((1, 1, 1), prompt.past, prompt.batch)
+
+
+def test_a_graph_without_a_cache_has_one_profile_and_one_that_scans_a_short_one(tmp_path: Path) -> None:
+    path = write_onnx(tmp_path, {"input_ids": ("batch", "sequence")})
+    assert [profile.sequence for profile in profiles_of({}, path)] == [(1, 128, 512)]
+    model = onnx.load(path)
+    model.graph.node.append(helper.make_node("Scan", ["x"], ["z"]))
+    path.write_bytes(model.SerializeToString())
+    assert [(profile.sequence, profile.batch) for profile in profiles_of({}, path)] == [((1, 128, 128), (1, 1, 1))]

@@ -25,6 +25,7 @@ import bridge
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.parsing.typed_json import typed
 from bridge.planning.plan import Plan
+from bridge.quant.codec.arrays import cast
 from bridge.quant.codec.decode import decode
 from bridge.sources.opening import open_source
 from bridge.targets.onnx.run.layer_error import layer_errors
@@ -74,7 +75,7 @@ def calibration_ids() -> torch.Tensor:
 def convert(family: str, scheme: str, kv: str | None, out: Path, **options: Any) -> Pair:
     model = decoder(family, width=CALMER.get((family, scheme)))
     answer = ask(model, scheme, lambda m: m(calibration_ids()), kv)
-    options.setdefault("opset", 23 if family in NEWER else None)
+    options = {"opset": 23 if family in NEWER else None, "attention_op": family in NEWER, "own_scales": True} | options
     bridge.convert(model, "trt", scheme, out, calib=answer.calibration, kv=kv, verify=False, **options)
     ids = np.random.default_rng(2).integers(3, VOCAB, (2, LENGTH))
     return Pair(out, answer, model, ids)
@@ -354,11 +355,18 @@ def test_fp8_blocks_equal_modelopt(tmp_path: Path) -> None:
 @once
 @grid({"scheme": ["fp8", "int4_awq", "nvfp4_wo"], "dtype": ["fp16", "bf16"]})
 def test_half_graphs_hold_the_same_codes(scheme: str, dtype: str, tmp_path: Path) -> None:
-    half = convert("qwen2", scheme, None, tmp_path / "half", dtype=dtype)  # of opset 23, the least for NVFP4
+    half = convert("qwen2", scheme, None, tmp_path / "half", dtype=dtype)
     single = convert("qwen2", scheme, None, tmp_path / "single")
-    for name, spec in SafetensorsFile(tmp_path / "single" / "model.safetensors").specs.items():
-        if spec.dtype not in ("float32", "bfloat16", "float16"):
-            files = (SafetensorsFile(p.directory / "model.safetensors") for p in (half, single))
+    files = [SafetensorsFile(pair.directory / "model.safetensors") for pair in (half, single)]
+    for name, spec in files[1].specs.items():
+        if spec.dtype == "int4":  # chosen with the scale that is stored, which is rounded
+            codes, others = (
+                np.stack([(f.read(name) << 4).view(np.int8) >> 4, f.read(name).view(np.int8) >> 4]) for f in files
+            )
+            assert 0 < (codes != others).mean() < 0.005 and abs(codes - others).max() == 1, name
+            scales = [f.read(f"{name}_scale") for f in files]
+            assert (scales[0] == cast(scales[1], "float32", {"fp16": "float16", "bf16": "bfloat16"}[dtype])).all()
+        elif spec.dtype not in ("float32", "bfloat16", "float16"):
             assert len({f.read(name).tobytes() for f in files}) == 1, name
     runtime = Runtime(half.directory)
     assert runtime.substitute

@@ -31,10 +31,9 @@ from bridge.targets.onnx.export.stamp import KV, MODULE, SLOT, Refused, stamp_la
 from bridge.targets.onnx.export.tasks import choose_task, model_class
 from bridge.targets.onnx.export.traced import free, trace
 from bridge.targets.onnx.export.translate import to_onnx
+from bridge.targets.onnx.formats import IR_VERSIONS
 from bridge.targets.tasks import tasks
 
-# ONNX released opset 21 with IR version 10, 23 with 11; ONNX Runtime 1.31 reads up to 13.
-_IR_VERSION = {21: 10, 22: 10, 23: 11, 24: 12}
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _PREFIX = "model."  # the wrapper's attribute
 
@@ -56,6 +55,7 @@ def export_graph(
 ) -> Graph:
     """Export the graph of `config` (a transformers config, or the content of config.json).
 
+    opset: attention is ONNX's operator from 23 on, and MatMul, Softmax and MatMul before.
     part: which graph of a task that has several (`Task.parts`). image: height and width, if the config gives none.
     pooling: "mean", "mean normalized", ...: adds the output `sentence_embedding` to states of tokens.
     stacked: the checkpoint has the experts of a layer in one tensor, so their gate and up are one matrix.
@@ -63,8 +63,8 @@ def export_graph(
 
     >>> graph = export_graph({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})  # doctest: +SKIP
     """
-    if opset not in _IR_VERSION:
-        raise UsageError(f"opset {opset} cannot be exported; known: {', '.join(map(str, _IR_VERSION))}")
+    if opset not in IR_VERSIONS:
+        raise UsageError(f"opset {opset} cannot be exported; known: {', '.join(map(str, IR_VERSIONS))}")
     row = dtype_row(dtype).name
     if row not in FLOATS:
         raise UsageError(f"a graph in {row} cannot be exported; known: {', '.join(FLOATS)}")
@@ -229,7 +229,7 @@ class _Run:
         return text_call(model, task, mode, dtype, cache=self.cache, pooling=self.pooling)
 
     def _finish(self, model: ir.Model, tied: dict[str, str], note: str) -> Graph:
-        model.ir_version = _IR_VERSION[self.opset]
+        model.ir_version = IR_VERSIONS[self.opset]
         model.producer_name, model.producer_version = "bridge", ""
         expand(model)
         values = model.graph.initializers

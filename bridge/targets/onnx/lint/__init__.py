@@ -1,6 +1,7 @@
-"""Check a written ONNX file against TensorRT's documented rules for explicit quantization.
+"""Check a written ONNX file against TensorRT's rules for explicit quantization.
 
-No rule was tried in TensorRT: each names its document. Only the values of scales and zero points are read.
+Each rule names its source: a document, or what the builder of TensorRT for RTX does. Only the values of scales and zero
+points are read.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ GUIDE = "TensorRT documentation, ONNX Opset Guide (11.x)"
 ONNX = "ONNX Operators.md and IR.md"
 EXTERNAL = "ONNX ExternalData.md; measured with onnx.checker and ONNX Runtime"
 SAFETENSORS = "safetensors README.md, Format"
+RTX = "TensorRT for RTX 1.7.1, built"
 RUNTIME = "ONNX Runtime 1.31, measured"
 
 # One rule per line: id, requirement, source, function.
@@ -34,12 +36,13 @@ RULES = (
     Rule("scale-constant", "scales are constants", PARSER, q.constant_scales),
     Rule("scale-positive", "scales are finite and greater than zero", PARSER, q.positive_scales),
     Rule("scale-type", "scales are FP32, FP16 or BF16; a half scale has the input's type", HEADER, q.scale_types),
+    Rule("block-scale-type", "scales of blocks have the output's type", RTX, q.block_scale_types),
     Rule("mx-scale", "E8M0 scales only in TensorRT's own ops", PARSER, q.mx_scales),
     Rule("scale-rank", "scales have rank 2 at most", HEADER, q.scale_ranks),
     Rule("activation-per-tensor", "activations have one scale", HEADER, q.activations_per_tensor),
     Rule("scale-axis", "a 1-D scale is as long as the axis it names", PARSER, q.scale_axes),
     Rule("block-scale", "the data's rank, one blocked axis of the last two, equal blocks", PARSER, q.block_scales),
-    Rule("int4", "INT4: weights only, blocks of 64 or 128, an even number of values", SCHEMES, q.int4),
+    Rule("int4", "INT4: weights only, blocks of 16 to 128, an even number of values", f"{SCHEMES}; {RTX}", q.int4),
     Rule("fp4", "FP4: weights in blocks of 16 with double-quantized FP8 scales", SCHEMES, q.fp4),
     Rule("weight-direct", "a quantized initializer goes straight into DequantizeLinear", PARSER, q.direct_weights),
     Rule("code-flow", "no other op between Q and DQ (Concat, Transpose take no codes)", OPERATORS, q.code_flow),
@@ -50,8 +53,9 @@ RULES = (
     Rule("domain", "standard ONNX; domain trt only if allowed, with ops its parser knows", CUSTOM, o.domains),
     Rule("function", "no model-local functions", ONNX, o.functions),
     Rule("custom-block", "dynamic quantization: block, axis, static extent, scalar scale", CUSTOM, o.custom_blocks),
-    Rule("topk", "TopK is sorted, K below 3840", OPERATORS, o.topk),
+    Rule("topk", "TopK's K is below 3840", OPERATORS, o.topk),
     Rule("attention", "Attention without past, present and softcap, 4-D", OPERATORS, o.attention),
+    Rule("attention-form", "Attention in half precision, equal heads of 8 to 256", RTX, o.attention_form),
     Rule("tensor-scatter", "TensorScatter on 4-D caches along axis -2", OPERATORS, o.tensor_scatter),
     Rule("rotary", "RotaryEmbedding with int64 positions", OPERATORS, o.rotary),
     Rule("scatter", "ScatterND without reduction", OPERATORS, o.scatter),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bridge.targets.onnx.lint.model import BY_ONNX, External, Model, external, nbytes
-from bridge.targets.onnx.lint.problem import Problem
+from bridge.targets.onnx.lint.problem import PORTABILITY, Problem
 
 
 def _outside(model: Model) -> Iterator[tuple[str, External]]:
@@ -33,12 +33,13 @@ def files(model: Model) -> Iterator[Problem]:
     for place in sorted({place.location for _, place in _outside(model)}):
         path = model.path.parent / place
         if path.is_symlink():
-            yield Problem(place, "is a symbolic link, which onnx.checker refuses: copy the file")
+            yield Problem(place, f"{PORTABILITY}is a symbolic link, which onnx.checker refuses: copy the file")
         elif not path.is_file():
             yield Problem(place, "does not exist beside the .onnx: copy both files together")
         elif path.stat().st_nlink > 1:
             yield Problem(
-                place, "is a hard link, which onnx.checker refuses: copy the file (cp --reflink=auto, not cp -l)"
+                place,
+                f"{PORTABILITY}is a hard link, which onnx.checker refuses: copy the file (cp --reflink=auto)",
             )
 
 

@@ -114,7 +114,7 @@ class Model:
             zero = self.type_of(node.input[2])
             return zero.dtype if zero else "unknown"
         code = attribute(node, "output_dtype", 0)
-        return BY_ONNX[code].name if code in BY_ONNX else "uint8"
+        return BY_ONNX[code].name if code and code in BY_ONNX else "uint8"
 
     @cached_property
     def headers(self) -> dict[str, Header]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from bridge.targets.onnx.lint.model import BY_ONNX, CUSTOM_DOMAIN, STANDARD, Model, attribute, axes, label
-from bridge.targets.onnx.lint.problem import Messages, Problem, each
+from bridge.targets.onnx.lint.model import BY_ONNX, CUSTOM_DOMAIN, STANDARD, Model, ValueType, attribute, axes, label
+from bridge.targets.onnx.lint.problem import PORTABILITY, Messages, Problem, each
 
 OPSETS = (21, 25)
 IR_VERSIONS = (10, 13)  # 10 has int4; ONNX Runtime 1.31 reads up to 13
@@ -36,10 +36,11 @@ def integer_ops(model: Model) -> Iterator[Problem]:
 def opset(model: Model) -> Iterator[Problem]:
     low, high = OPSETS
     if not low <= model.opset <= high:
+        takes = PORTABILITY if model.opset > high else ""
         yield Problem(
             "model",
-            f"opset {model.opset} is outside {low}..{high}: block scales begin at {low}, TensorRT 11 ends at {high}; "
-            f"export with opset {low}",
+            f"{takes}opset {model.opset} is outside {low}..{high}: block scales begin at {low}, TensorRT 11 ends at "
+            f"{high}; export with opset {low}",
         )
 
 
@@ -64,7 +65,10 @@ def ir_version(model: Model) -> Iterator[Problem]:
     low, high = IR_VERSIONS
     version = model.proto.ir_version
     if not low <= version <= high:
-        yield Problem("model", f"ir_version {version} is outside {low}..{high}, which ONNX Runtime reads: write {low}")
+        takes = PORTABILITY if version > high else ""
+        yield Problem(
+            "model", f"{takes}ir_version {version} is outside {low}..{high}, which ONNX Runtime reads: write {low}"
+        )
 
 
 def domains(model: Model) -> Iterator[Problem]:
@@ -123,8 +127,6 @@ def _custom_axis(node: Any, shape: tuple[int | str | None, ...], axis: int, bloc
 
 @each("TopK")
 def topk(model: Model, node: Any) -> Messages:
-    if not attribute(node, "sorted", 1):
-        yield "sorted is 0: TensorRT's TopK sorts always; write sorted=1"
     count = model.constant(node.input[1])
     if count is not None and count.data_type == 7:
         k = max((int(chunk.max()) for chunk in model.chunks(count) if chunk.size), default=0)
@@ -146,6 +148,29 @@ def attention(model: Model, node: Any) -> Messages:
         rank = len(value_type.shape) if value_type is not None and value_type.shape is not None else 4
         if rank != 4 and not (rank == 3 and position < 3):
             yield f"{what} has rank {rank}: TensorRT's Attention takes 4-D; unsqueeze it"
+
+
+@each("Attention")
+def attention_form(model: Model, node: Any) -> Messages:
+    """Of both kernels that TensorRT-RTX 1.7 has for the operator; MatMul, Softmax and MatMul have no such limits."""
+    instead = "write MatMul, Softmax and MatMul (leave out attention_op)"
+    kinds = [model.type_of(name) for name in node.input[:3]]
+    if kinds[0] is not None and kinds[0].dtype == "float32":
+        yield f"the operator has no kernel of float32 in TensorRT: {instead}"
+    heads = ("q_num_heads", "kv_num_heads", "kv_num_heads")
+    sizes = [_head_size(kind, attribute(node, name, 0)) for kind, name in zip(kinds, heads, strict=True)]
+    known = {size for size in sizes if size}
+    if len(known) > 1:
+        yield f"heads of Q, K and V have {sizes} values: TensorRT's operator takes equal ones; {instead}"
+    elif any(size > 256 or size % 8 for size in known):
+        yield f"heads of {max(known)} values: TensorRT's operator takes multiples of 8 up to 256; {instead}"
+
+
+def _head_size(kind: ValueType | None, heads: int) -> int | None:
+    """The values of a head, [batch, heads, sequence, size] or [batch, sequence, heads x size]; None if unknown."""
+    if kind is None or not kind.shape or not isinstance(kind.shape[-1], int):
+        return None
+    return kind.shape[-1] // heads if len(kind.shape) == 3 and heads else kind.shape[-1]
 
 
 @each("TensorScatter")

@@ -21,6 +21,8 @@ class Problem:
     severity: str = "error"
 
 
+# Begins the message of a rule that other readers need, and that TensorRT-RTX 1.7 does not.
+PORTABILITY = "portability: "
 Messages = Iterator[str | Problem]  # of one node: a text is about the node itself
 NodeCheck = Callable[[Model, Any], Messages]
 Check = Callable[[Model], Iterator[Problem]]

@@ -13,8 +13,8 @@ import numpy as np
 
 from bridge.core.dtypes import DTYPES, FLOATS, to_float32
 from bridge.targets.onnx.formats import INT4_BLOCKS
-from bridge.targets.onnx.lint.model import QUANTIZED, STANDARD, Model, attribute, label
-from bridge.targets.onnx.lint.problem import Messages, Problem, each
+from bridge.targets.onnx.lint.model import BY_ONNX, QUANTIZED, STANDARD, Model, attribute, label
+from bridge.targets.onnx.lint.problem import PORTABILITY, Messages, Problem, each
 
 FP4_BLOCK = 16
 OPS = ("QuantizeLinear", "DequantizeLinear")
@@ -37,16 +37,18 @@ def _is_weight(model: Model, node: Any) -> bool:
 def _scale(model: Model, node: Any) -> tuple[str, tuple[int, ...]] | None:
     """Dtype and shape of the scale as the node receives it, None if it is computed.
 
-    The DequantizeLinear of a double-quantized scale gives its codes' shape in its own scale's dtype.
+    The DequantizeLinear of a double-quantized scale gives its codes' shape in its own scale's dtype, or in another.
     """
     maker = _second_level(model, node)
     if maker is not None:
         shaped, typed = model.type_of(maker.input[0]), model.type_of(maker.input[1])
+        dtype = BY_ONNX[attribute(maker, "output_dtype", 0) or DTYPES[typed.dtype].onnx].name if typed else ""
     else:
         shaped = typed = model.type_of(node.input[1]) if model.constant(node.input[1]) is not None else None
-    if shaped is None or shaped.shape is None or typed is None:
+        dtype = typed.dtype if typed else ""
+    if shaped is None or shaped.shape is None or not dtype:
         return None
-    return typed.dtype, tuple(d for d in shaped.shape if isinstance(d, int))
+    return dtype, tuple(d for d in shaped.shape if isinstance(d, int))
 
 
 def _second_level(model: Model, node: Any) -> Any | None:
@@ -205,7 +207,7 @@ def scale_ranks(model: Model, node: Any) -> Messages:
 def activations_per_tensor(model: Model, node: Any) -> Messages:
     scale = _scale(model, node)
     if scale and not _is_weight(model, node) and (count := int(np.prod(scale[1]))) != 1:
-        yield f"{count} scales on an activation: TensorRT quantizes activations per tensor; use one"
+        yield f"{PORTABILITY}{count} scales on an activation: TensorRT documents one per tensor; use one"
 
 
 @pairs
@@ -248,11 +250,25 @@ def _block_problems(data: tuple[int | str | None, ...], scale: tuple[int, ...], 
         yield f"extent {extent} does not divide into {scale[at]} blocks: choose a block size that divides it"
         return
     if not size:
-        yield f"block_size is missing, so ONNX reads the scale differently; write block_size={extent // scale[at]}"
+        size = extent // scale[at]
+        yield f"{PORTABILITY}block_size is missing, so ONNX reads the scale differently; write block_size={size}"
     elif size != extent // scale[at]:
         yield f"block_size is {size}, but the shapes give {extent // scale[at]}: make them agree"
     if axis % len(data) != at:
         yield f"axis is {axis}, but the shapes give {at}: write axis={at}"
+
+
+@each("DequantizeLinear")
+def block_scale_types(model: Model, node: Any) -> Messages:
+    """TensorRT's builder infers the type of dequantized blocks from their scales alone."""
+    scale, data = _scale(model, node), _extents(model, node)
+    code = attribute(node, "output_dtype", 0)
+    if scale is None or data is None or not code or len(scale[1]) < 2 or DTYPES[scale[0]].onnx == code:
+        return
+    yield (
+        f"scales of blocks are {scale[0]}, the output {BY_ONNX[code].name}: TensorRT builds no engine of it; store the "
+        "scales in the output's type, without output_dtype"
+    )
 
 
 @pairs
@@ -267,10 +283,10 @@ def int4(model: Model, node: Any) -> Messages:
         yield f"{list(data)} has an odd number of int4 values: TensorRT packs pairs; keep it"
     size = _block_size(data, scale)
     if size is None:
-        text = "int4 without blocks: TensorRT documents int4 with blocks of 64 or 128 only"
+        text = "int4 without blocks: TensorRT dequantizes it in a kernel of its own; choose blocks of 64 or 128"
         yield Problem(label(node), text, "warning")
     elif size not in INT4_BLOCKS:
-        yield f"int4 blocks of {size}: TensorRT takes 64 or 128; choose one of them"
+        yield f"int4 blocks of {size}: TensorRT fuses {', '.join(map(str, INT4_BLOCKS))}; choose one of them"
 
 
 def _block_size(data: tuple[int | str | None, ...] | None, scale: tuple[str, tuple[int, ...]] | None) -> int | None:

@@ -116,15 +116,22 @@ class Inserter:
         if first.scale_dtype == "float8_e8m0fnu":
             attributes = {"axis": in_axis, "block_size": first.block[0], "output_dtype": int(half)}
             dequantize = self._node(
-                TRT, "TRT_MXFP8DequantizeLinear", [codes, scale], attributes, f"{module}/weight", half, codes.shape
+                TRT,
+                "TRT_MXFP8DequantizeLinear",
+                [codes, scale],
+                attributes,
+                f"{module}/weight/dequantize",
+                half,
+                codes.shape,
             )
             self.graph.insert_before(node, dequantize)
             return dequantize.outputs[0]
         nodes = []
+        inner = half if len(numerics) == 1 else ir.DataType.FLOAT
         if first.two_level:
-            outer = self._dequantize(
-                f"{module}/weight_scale", scale, self._initializer(parts["scale_2"]), None, 0, ir.DataType.FLOAT
-            )
+            # In the dtype of the weight, as all scales of blocks: TensorRT infers no type otherwise.
+            above = self._initializer(parts["scale_2"])
+            outer = self._dequantize(f"{module}/weight_scale", scale, above, None, 0, inner)
             nodes.append(outer)
             scale = outer.outputs[0]
         axis = {"tensor": None, "channel": out_axis, "block": in_axis}[first.per]
@@ -133,7 +140,6 @@ class Inserter:
             # refuses the node. It fuses axes 0 and 1 only (ValidateDQForMatMulNBits); counted from the end is the same.
             axis -= len(codes.shape)
         block = first.block[-1] if first.per == "block" else 0
-        inner = half if len(numerics) == 1 else ir.DataType.FLOAT
         nodes.append(self._dequantize(f"{module}/weight", codes, scale, axis, block, inner))
         result = nodes[-1].outputs[0]
         if len(numerics) == 2:  # a second quantization of the dequantized values
@@ -180,7 +186,7 @@ class Inserter:
             return [quantize, back], back.outputs[0]
         scale = self._initializer(parts["input_scale"])
         quantize = quantizer("TRT_FP4DynamicQuantize", [value, scale], "scale_type", ir.DataType.FLOAT4E2M1, e4m3)
-        scales = self._dequantize(f"{base}/scales", quantize.outputs[1], scale, None, 0, ir.DataType.FLOAT)
+        scales = self._dequantize(f"{base}/scales", quantize.outputs[1], scale, None, 0, value.dtype)
         back = self._dequantize(base, quantize.outputs[0], scales.outputs[0], -1, block, value.dtype)
         return [quantize, scales, back], back.outputs[0]
 

@@ -20,6 +20,7 @@ from bridge.streaming.context import ConversionContext, WriteResult
 from bridge.streaming.passthrough import copied_constants
 from bridge.streaming.scales import input_amax
 from bridge.targets.onnx.files import WEIGHTS, files_of
+from bridge.targets.onnx.formats import IR_VERSIONS, OLDEST_OPSET
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 class GraphOptions:
     """What is exported.
 
+    `opset`: of the file. `attention_op`: attention is ONNX's operator, not MatMul, Softmax and MatMul.
     `rewrite` edits the float graph in place before it is quantized. `join` joins products of matrices that the plan
     joins, given initializer -> checkpoint tensor, and returns these names with the joined tensors in place of theirs.
     """
@@ -44,6 +46,7 @@ class GraphOptions:
     stamp: bool
     image: tuple[int, int] | None = None
     pooling: str = ""
+    attention_op: bool = False
     rewrite: Callable[[Graph], None] | None = None
     join: Callable[[ir.Model, Plan, Mapping[str, str]], dict[str, str]] | None = None
 
@@ -96,8 +99,9 @@ def _request(context: ConversionContext, options: GraphOptions, part: str) -> Gr
     from bridge.targets.onnx.export.request import GraphRequest
 
     plan = context.plan
+    opset = options.opset if options.attention_op else OLDEST_OPSET
     return GraphRequest(
-        dict(context.source.config), options.task, options.dtype, options.opset, options.cache, options.stamp,
+        dict(context.source.config), options.task, options.dtype, opset, options.cache, options.stamp,
         tuple(sorted(plan.sources)), dict(plan.tied), part, options.image,
         options.pooling, any(part.expert is not None for step in plan.steps for part in step.inputs),
     )  # fmt: skip
@@ -123,6 +127,8 @@ def make_graph(context: ConversionContext, directory: Path, options: GraphOption
 
     plan = context.plan
     graph, names = float_graph(_request(context, options, part), lambda text: context.progress(0, 0, text))
+    # Newer opsets give the operators of 21 more types, and no other meaning.
+    graph.model.graph.opset_imports[""], graph.model.ir_version = options.opset, IR_VERSIONS[options.opset]
     if options.rewrite:
         options.rewrite(graph)
     if options.join:

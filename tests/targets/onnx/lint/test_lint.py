@@ -161,6 +161,12 @@ EMPTY = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
 QKV = {"q": F4, "k": F4, "v": F4}
 
 
+def heads(queries: int, values: int = 0) -> dict[str, tuple[int, tuple[int | str, ...]]]:
+    """Q, K and V of these extents of a head."""
+    sizes = {"q": queries, "k": queries, "v": values or queries}
+    return {name: (T.FLOAT16, (2, 3, 5, size)) for name, size in sizes.items()}
+
+
 CASES = [
     Case("qdq-type", "uint8: TensorRT takes UINT8 on DLA only", spoil=put("in_zero", filled(T.UINT8, (), 0))),
     Case("qdq-type", "int16: TensorRT has no", spoil=put("in_zero", Tensor(T.INT16, (), b"\0\0"))),
@@ -189,6 +195,11 @@ CASES = [
         "mx-scale", "TRT_MXFP8DequantizeLinear", lambda: weight_only(T.FLOAT8E4M3FN, 32, opset=24),
         put("w_scale", filled(T.FLOAT8E8M0, (4, 96), 127)),
     ),
+    Case(
+        "block-scale-type", "are float32, the output float16", lambda: weight_only(T.INT4, 64, opset=23),
+        attribute(0, output_dtype=T.FLOAT16),
+    ),
+    Case("block-scale-type", "are float32, the output bfloat16", nvfp4, attribute(1, output_dtype=T.BFLOAT16)),
     Case("scale-rank", "rank 3", lambda: weight_only(T.INT8, 64), stacked_scale),
     Case("activation-per-tensor", "128 scales on an activation", spoil=put("in_scale", filled(T.FLOAT, (128,), 0.5))),
     Case("scale-axis", "axis 1 would fit", spoil=attribute(2, axis=0)),
@@ -213,7 +224,7 @@ CASES = [
         ),
     ),
     Case("int4", "int4 on an activation", spoil=int4_activation),
-    Case("int4", "blocks of 32", lambda: weight_only(T.INT4, 32)),
+    Case("int4", "blocks of 8", lambda: weight_only(T.INT4, 8)),
     Case(
         "int4", "without blocks", lambda: weight_only(T.INT4, 64),
         both(put("w_scale", filled(T.FLOAT, (96,), 0.5)), attribute(0, axis=1, block_size=0)),
@@ -263,12 +274,15 @@ CASES = [
     Case("custom-block", "last or second to last", mxfp8, both(takes(32, 2, 32), attribute(0, axis=0))),
     Case("custom-block", "extent width", mxfp8, takes("batch", "width")),
     Case("custom-block", "constant of one element", mxfp8, two_scales),
-    Case("topk", "sorted is 0", topk_sketch(7, sorted=0)),
     Case("topk", "K is 3840", topk_sketch(3840)),
     Case("attention", "past_key / past_value", single("Attention", {**QKV, "_": F4, "pk": F4, "pv": F4}, 23, 3)),
     Case("attention", "softcap", single("Attention", QKV, 23, softcap=30.0)),
     Case("attention", "present or score outputs", single("Attention", {**QKV, "_": F4, "pk": F4, "pv": F4}, 23, 3)),
     Case("attention", "attn_mask has rank 2", single("Attention", {**QKV, "m": (T.FLOAT, (5, 5))}, 23)),
+    Case("attention-form", "no kernel of float32", single("Attention", QKV, 23)),
+    Case("attention-form", "multiples of 8 up to 256", single("Attention", heads(12), 23)),
+    Case("attention-form", "multiples of 8 up to 256", single("Attention", heads(264), 23)),
+    Case("attention-form", "takes equal ones", single("Attention", heads(24, 16), 23)),
     Case("tensor-scatter", "4-D caches along axis -2", single("TensorScatter", {"c": F4, "u": F4}, 24, axis=1)),
     Case(
         "rotary", "position_ids are int32",

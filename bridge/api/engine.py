@@ -1,0 +1,75 @@
+"""The verb `engine`: TensorRT engines of a written directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge.core.errors import UsageError
+from bridge.core.output.replace import check_free
+from bridge.core.output.temporary import temporary_directory
+from bridge.core.progress import Progress
+from bridge.core.progress_bar import callback_of, shows_progress
+from bridge.core.text import byte_count
+from bridge.targets.manifest import load_manifest
+
+if TYPE_CHECKING:
+    from bridge.targets.trt.engine import Engines
+
+
+@shows_progress
+def engine(
+    model: str | Path,
+    gpu: str | Sequence[str] | None = None,
+    out: str | Path | None = None,
+    *,
+    memory: int | str | None = None,
+    progress: Progress | bool | None = None,
+) -> Engines:
+    """Build TensorRT engines of a directory that `convert` wrote for target trt. It needs no GPU.
+
+    Args:
+        gpu: names of GPUs or architectures, "rtx4090,rtx5090" or "sm89"; one engine is for all of them. None builds
+            model.engine with the full TensorRT, for this machine's GPU.
+        out: a new directory for the engines and `engine.json`; None puts them beside the graphs.
+        memory: bytes that the build may take, or "24GB"; None takes what is free.
+
+    Raises:
+        UsageError: an unknown GPU; formats that the oldest of them lacks; too little memory.
+        EngineUnavailable: TensorRT for RTX is not installed.
+        WriteError: the parser or the builder refuses a graph.
+
+    >>> bridge.engine("llama-fp8", "rtx4090")  # doctest: +SKIP
+    """
+    from bridge.targets.trt.engine import build_engines, build_here
+    from bridge.targets.trt.gpus import parse_gpus, why_no_engine
+
+    directory, callback = Path(model), callback_of(progress)
+    plan = load_manifest(directory).plan
+    if plan.target != "trt":
+        raise UsageError(
+            f"{directory}: engines are built of what target trt wrote, and this is of target {plan.target}"
+        )
+    side = directory / "config.json"
+    config = json.loads(side.read_text()) if side.is_file() else {}
+    if gpu is None:
+        if out is not None or memory is not None:
+            raise UsageError("out and memory are for engines of named GPUs: give gpu (--gpu), for example rtx4090")
+        return build_here(directory, config, callback)
+    architectures = parse_gpus(gpu)
+    if problems := why_no_engine(plan.steps, plan.options["dtype"], architectures):
+        raise UsageError("\n  ".join([f"{directory}:", *problems]))
+    limit = None if memory is None else byte_count(memory, "memory=")
+    if out is None:
+        return build_engines(directory, config, architectures, memory=limit, progress=callback)
+    new = Path(out).absolute()
+    check_free(new, overwrite=False, replacing="remove it")
+    new.parent.mkdir(parents=True, exist_ok=True)
+    with temporary_directory(new.parent) as work:
+        engines = work / "engines"
+        engines.mkdir()
+        built = build_engines(directory, config, architectures, out=engines, memory=limit, progress=callback)
+        engines.rename(new)
+    return built

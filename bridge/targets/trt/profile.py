@@ -1,0 +1,140 @@
+"""Optimization profiles, and the same build as a command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bridge.core.errors import UsageError
+from bridge.core.text import fold_layers, nearest
+from bridge.sources.configs.positions import context_length, image_positions
+
+Range = tuple[int, int, int]
+# Axes of denoisers: tokens of a prompt, and of a packed image (1024 x 1024 has 4096).
+DENOISER: dict[str, Range] = {"text_tokens": (1, 77, 512), "image_tokens": (1, 4096, 16384)}
+# At 16 kHz: from 50 ms over ten seconds to half a minute; of spectra, a hundred frames a second.
+SOUND: dict[str, Range] = {"samples": (800, 160_000, 480_000), "spectrum_frames": (5, 500, 1500)}
+# Rows of features that stand for images or sound in a text; none in a text alone.
+ROWS: dict[str, Range] = {"image_rows": (0, 576, 9216), "audio_rows": (0, 750, 3000)}
+# Of images of any size. Pixels: multiples of both 28 and 32, and Mistral 3's processor makes sides of up to 1540.
+# Patches: SigLIP 2's processor makes 256, of up to 1024 that it was trained with.
+SIGHT: dict[str, Range] = {
+    "image_tiles": (1, 5, 37),  # LLaVA-OneVision has up to 6 x 6, and the image itself
+    "image_patches": (16, 1024, 4096),  # attention of 16,384 takes half a gigabyte in a tiny model
+    "image_height": (224, 448, 1568),
+    "image_width": (224, 448, 1568),
+    "patches": (1, 256, 1024),
+}
+BOUNDS = ["min", "opt", "max"]  # as trtexec names them
+IMAGES: Range = (1, 1, 4)  # of a row, for layers of cross-attention; a text alone has one of zeros
+SCANNED = 128  # the longest sequence of a graph with Scan: 512 took 12.8 GB in a tiny Qwen3-Next
+Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Minimum, optimum and maximum extent of every dynamic axis, by the axis names of our graphs.
+
+    `others`: axes of other names. `total_sequence` follows from `past` and `sequence` unless `others` has it.
+    `image_positions`: keys that layers of cross-attention have of an image.
+    """
+
+    batch: Range = (1, 1, 8)
+    sequence: Range = (1, 128, 512)
+    past: Range = (0, 128, 1024)
+    image_positions: int = 0
+    others: Mapping[str, Range] = field(default_factory=dict)
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        total = tuple(a + b for a, b in zip(self.past, self.sequence, strict=True))
+        own = {"batch": self.batch, "sequence": self.sequence, "past_sequence": self.past}
+        own |= {"encoder_sequence": self.sequence, "text_batch": self.batch, "image_batch": self.batch}
+        own |= {"audio_batch": self.batch, "images": IMAGES}
+        least, optimum, most = (count * self.image_positions for count in IMAGES)
+        own["image_positions"] = (least, optimum, most)
+        return {**own, **SOUND, **DENOISER, **ROWS, **SIGHT, "total_sequence": total, **self.others}  # type: ignore[dict-item]
+
+
+def profiles_of(config: Mapping[str, Any], onnx_path: Path) -> tuple[Profile, ...]:
+    """The engine's default shapes, limited by the model's positions, which past and sequence share.
+
+    A decoder with a cache has two, which share its weights: for the prompt, and for one token after the other. A model
+    that scans its tokens keeps a state of each step, and gets shorter ones.
+    """
+    import onnx
+
+    graph = onnx.load(onnx_path, load_external_data=False).graph
+    axes_of = {dim.dim_param for value in graph.input for dim in value.type.tensor_type.shape.dim}
+    cache, scans = "past_sequence" in axes_of, any(node.op_type == "Scan" for node in graph.node)
+    most, batch = (SCANNED, (1, 1, 1)) if scans else (512, (1, 1, 8))
+    left = 1024
+    limit = context_length(config)
+    if limit is not None:
+        most = min(most, max(limit // 2, 1) if cache else limit)
+        left = min(1024, limit - most)
+    past = (0, min(128, left), left)
+    prompt = Profile(batch, (1, min(128, most), most), past, image_positions(config))
+    return (prompt, replace(prompt, sequence=(1, 1, 1))) if cache and most > 1 else (prompt,)
+
+
+def profile_shapes(onnx_path: Path, profile: Profile) -> dict[str, Shapes]:
+    """Return input -> (min, opt, max) for every input with a dynamic axis; UsageError if an axis has no range."""
+    import onnx
+
+    from bridge.targets.onnx.lint.model import axes
+
+    graph = onnx.load(onnx_path, load_external_data=False).graph
+    inputs = {value.name: axes(value.type.tensor_type) for value in graph.input}
+    ranges = profile.ranges
+    wrong = [
+        f"{n}: {', '.join(map(str, r))}" for n, r in ranges.items() if len(r) != 3 or not 0 <= r[0] <= r[1] <= r[2]
+    ]
+    if wrong:
+        raise UsageError(f"profile: a range needs 0 <= min <= opt <= max; wrong: {'; '.join(wrong)}")
+    dynamic = {
+        name: shape for name, shape in inputs.items() if shape is None or not all(isinstance(a, int) for a in shape)
+    }
+    known = {axis for shape in dynamic.values() for axis in shape or () if isinstance(axis, str)}
+    problems = [f"{name}: axis {axis}" for name, shape in dynamic.items() for axis in _unknown(shape, ranges)]
+    if problems:
+        raise UsageError(
+            f"{onnx_path.name}: no range for {', '.join(fold_layers(problems))}; "
+            'give one: Profile(others={"NAME": (min, opt, max)})'
+        )
+    if unknown := sorted(set(profile.others) - known):
+        raise UsageError(f"profile: {onnx_path.name} has no dynamic axis {unknown[0]!r}; {nearest(unknown[0], known)}")
+    return {name: _bounds(shape or (), ranges) for name, shape in dynamic.items()}
+
+
+def _unknown(shape: tuple[int | str | None, ...] | None, ranges: Mapping[str, Range]) -> list[str]:
+    if shape is None:
+        return ["(no shape)"]
+    return [axis or "(no name)" for axis in shape if not isinstance(axis, int) and axis not in ranges]
+
+
+def _bounds(shape: tuple[int | str | None, ...], ranges: Mapping[str, Range]) -> Shapes:
+    least, optimum, most = (
+        tuple(axis if isinstance(axis, int) else ranges[str(axis)][bound] for axis in shape) for bound in range(3)
+    )
+    return least, optimum, most
+
+
+def trtexec_line(onnx_path: Path, profile: Profile, engine: str = "model.engine") -> str:
+    """Return the `trtexec` command of the same build, to be run in the directory of the ONNX file.
+
+    Since TensorRT 11 every network is strongly typed, and `--stronglyTyped` can be left out.
+
+    >>> trtexec_line(Path("model.onnx"), Profile())  # doctest: +SKIP
+    'trtexec --onnx=model.onnx --saveEngine=model.engine --stronglyTyped --minShapes=input_ids:1x1 ...'
+    """
+    words = ["trtexec", f"--onnx={onnx_path.name}", f"--saveEngine={engine}", "--stronglyTyped"]
+    shapes = profile_shapes(onnx_path, profile)
+    for number, bound in enumerate(("min", "opt", "max")):
+        if shapes:
+            extents = ",".join(f"{name}:{'x'.join(map(str, bounds[number]))}" for name, bounds in shapes.items())
+            words.append(f"--{bound}Shapes={extents}")
+    return shlex.join(words)

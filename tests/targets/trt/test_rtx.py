@@ -1,0 +1,267 @@
+"""NVIDIA's own parser and builder on what target trt writes: TensorRT for RTX builds without a GPU, and runs nothing.
+
+Every form of graph is built in half precision and the type of each product is asserted. Schemes that differ in codes
+alone share a form.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import bridge
+from bridge.cli.check import check_paths
+from bridge.core.errors import UsageError, WriteError
+from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.quant.calibration import Calibration, Provenance
+from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.scheme import Scheme
+from bridge.targets.onnx.lint import lint
+from bridge.targets.trt import engine as engines
+from bridge.targets.trt.gpus import parse_gpus
+from bridge.targets.trt.products import RTX, EngineUnavailable, why_unavailable
+from tests import once
+
+pytest.importorskip("torch")
+needs_rtx = pytest.mark.skipif(bool(why_unavailable(RTX)), reason="TensorRT for RTX is not installed")
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+# Variants of a scheme: their weights' numeric.
+VARIANTS = {
+    "int4-16": ("int4_wo", {"block": (16,)}), "int4-32": ("int4_wo", {"block": (32,)}),
+    "int4-64": ("int4_wo", {"block": (64,)}), "fp8-channel": ("fp8", {"per": "channel"}),
+}  # fmt: skip
+# form -> what its products are compiled to
+FORMS = {
+    "none": "", "fp8": "FP8", "int8": "INT8", "int8_sq": "INT8", "int8_wo": "weight-only INT8",
+    "int4_wo": "weight-only INT4", "int4_awq": "weight-only INT4", "w4a8_awq": "FP8", "int4-16": "weight-only INT4",
+    "int4-32": "weight-only INT4", "int4-64": "weight-only INT4", "fp8-channel": "FP8", "mxfp8": "weight-only FP8",
+    "fp8_block": "dequantized", "q8_0": "dequantized", "nvfp4_wo": "dequantized", "nvfp4": "FP4",
+}  # fmt: skip
+MXFP8 = {"weight-only FP8": 4, "dequantized": 3}
+CUSTOM = ("mxfp8", "nvfp4")
+NEWEST_ONLY = ("nvfp4", "nvfp4_wo")
+USUAL = (("fp16", "sm89"), ("bf16", "sm120"))  # with the others, all pairs
+CELLS = [
+    pytest.param(form, dtype, gpu, marks=() if (dtype, gpu) in USUAL or form in NEWEST_ONLY else pytest.mark.product)
+    for form in FORMS
+    for dtype in ("fp16", "bf16")
+    for gpu in ("sm89", "sm120")
+    if gpu == "sm120" or form not in NEWEST_ONLY
+]
+MODULES = [
+    f"model.layers.0.{part}"
+    for part in (*(f"self_attn.{n}_proj" for n in "qkvo"), *(f"mlp.{n}_proj" for n in ("gate", "up", "down")))
+]
+
+
+def model() -> Path:
+    """A Llama of one layer whose matrices have several blocks along `in`."""
+
+    def make(directory: Path) -> None:
+        import torch
+
+        torch.manual_seed(1)
+        config = LlamaConfig(
+            hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=64, vocab_size=1536, max_position_embeddings=512,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(directory)
+
+    return once.directory("rtx-model", make)
+
+
+def calibration(scheme: Scheme) -> Calibration:
+    """Statistics as a run would give them: compiled types do not depend on their values."""
+    amax = dict.fromkeys(MODULES, np.array(4, np.float32))
+    wide = {name: np.full(512 if name.endswith("down_proj") else 256, 2, np.float32) for name in MODULES}
+    smoothed = {"smoothquant": {"smoothing_amax": wide}, "awq": {"awq_scale": wide}, "awq_full": {"awq_scale": wide}}
+    caches = {"model.layers.0.self_attn": np.array(8, np.float32)}
+    made_with = Provenance("", "", "", "", "", "", 0, 0)
+    return Calibration(made_with, amax, **smoothed.get(scheme.algorithm, {}), k_amax=caches, v_amax=caches)
+
+
+def scheme_of(form: str) -> Scheme:
+    """The scheme of a form."""
+    name, changes = VARIANTS.get(form, (form, {}))
+    scheme = load_scheme(name)
+    return replace(scheme, weight=tuple(replace(numeric, **changes) for numeric in scheme.weight))
+
+
+def written(form: str, dtype: str, **options: Any) -> Path:
+    """The output of a form."""
+
+    def make(directory: Path) -> None:
+        scheme = None if form == "none" else scheme_of(form)
+        given = {"calib": calibration(scheme)} if scheme else {}
+        bridge.convert(
+            model(), "trt", scheme, directory / "out", dtype=dtype, verify=False, progress=False,
+            custom_ops=form in CUSTOM, **given, **options,
+        )  # fmt: skip
+
+    name = "-".join([form, dtype, *(f"{key}={value}" for key, value in options.items())])
+    return once.directory(f"rtx-{name}", make) / "out"
+
+
+@needs_rtx
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "dtype", "architecture"), CELLS)
+def test_every_product_is_compiled_to_its_type(form: str, dtype: str, architecture: str, tmp_path: Path) -> None:
+    built = bridge.engine(written(form, dtype), architecture, tmp_path / "engines", progress=False)
+    (engine,) = built.engines
+    part = MXFP8 if form == "mxfp8" else {FORMS[form]: 7}
+    assert dict(engine.compiled) == (part if form != "none" else {})
+    assert (
+        built.architectures == (architecture,) and engine.bytes == (tmp_path / "engines" / engine.file).stat().st_size
+    )
+    assert engine.activation_bytes > 0 and len(engine.profiles) == 2
+    assert bool(built.warnings) == ("dequantized" in part)
+
+
+@needs_rtx
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "kv"), [("fp8", "fp8"), ("int8", "int8")])
+def test_a_quantized_cache_is_built(scheme: str, kv: str, tmp_path: Path) -> None:
+    built = bridge.engine(written(scheme, "fp16", kv=kv), "sm89", tmp_path / "engines", progress=False)
+    assert built.engines[0].compiled == {FORMS[scheme]: 7}
+
+
+@needs_rtx
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_attention_is_built_in_any_dtype_without_the_operator(dtype: str, tmp_path: Path) -> None:
+    out = written("int8_wo", dtype, opset=24)
+    ops = {node.op_type for node in onnx.load(out / "model.onnx", load_external_data=False).graph.node}
+    assert "Softmax" in ops and "Attention" not in ops
+    assert bridge.engine(out, "sm120", tmp_path / "engines", progress=False).engines[0].compiled == {
+        FORMS["int8_wo"]: 7
+    }
+
+
+def test_the_operator_is_written_on_request_and_found_by_lint_where_no_kernel_has_it(tmp_path: Path) -> None:
+    out = written("int8_wo", "fp32", attention_op=True)
+    assert bridge.plan(model(), "trt", "int8_wo", attention_op=True).options["opset"] == 23
+    assert any("[attention-form]" in str(finding) and "float32" in str(finding) for finding in lint(out))
+    with pytest.raises(UsageError, match="older ones have no Attention"):
+        bridge.plan(model(), "trt", "int8_wo", attention_op=True, opset=21)
+
+
+def test_matrices_that_are_multiplied_at_once_share_an_fp8_scale() -> None:
+    files = [
+        SafetensorsFile(written("fp8", "fp16", **more) / "model.safetensors") for more in ({}, {"own_scales": True})
+    ]
+    for names in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        shared, own = (
+            [float(file.read(f"model.layers.0.{name}.weight_scale").reshape(())) for name in names] for file in files
+        )
+        assert len(set(own)) == len(names) and set(shared) == {max(own)}
+
+
+@needs_rtx
+def test_one_engine_for_several_gpus_is_beside_its_graph_and_check_knows_it(tmp_path: Path) -> None:
+    out = copied("int4_wo", "fp16", tmp_path)
+    built = bridge.engine(out, ["RTX 4090", "l40s", "5090"], progress=False)
+    assert built.architectures == ("sm89", "sm120")
+    assert {path.name for path in out.glob("*engine*")} == {"engine.json", "model.sm89+sm120.engine"}
+    assert json.loads((out / "engine.json").read_text())["engines"][0]["compiled"] == {"weight-only INT4": 7}
+    assert not check_paths([str(out)])
+    engine = out / "model.sm89+sm120.engine"
+    engine.write_bytes(engine.read_bytes()[:-1])
+    assert any("was changed or cut" in problem.text for problem in check_paths([str(out)]))
+    graph = onnx.load(out / "model.onnx", load_external_data=False)
+    graph.doc_string = "another"
+    (out / "model.onnx").write_bytes(graph.SerializeToString())
+    assert any("is another graph" in problem.text for problem in check_paths([str(out)]))
+
+
+@needs_rtx
+@pytest.mark.parametrize(
+    ("form", "dtype", "gpu", "why"),
+    [
+        ("int8_wo", "bf16", "t4", "bfloat16 products are there.* from SM80 on"),
+        ("fp8", "fp16", "rtx3090,rtx4090", "no engine for SM86: fp8 tensor . fp8 tensor has kernels from SM89 on"),
+        ("nvfp4_wo", "fp16", "l40s", "no engine for SM89: fp4 .* from SM120 on"),
+        ("int8_wo", "fp16", "h100", "SM90.*trtexec.txt"),
+        ("int8_wo", "fp16", "rtx590", "unknown; nearest: rtx5090"),
+    ],
+)  # fmt: skip
+def test_gpus_that_lack_a_format_are_refused_before_work(form: str, dtype: str, gpu: str, why: str) -> None:
+    out = written(form, dtype)
+    with pytest.raises(UsageError, match=why):
+        bridge.engine(out, gpu)
+    assert not list(out.glob("*engine*"))
+
+
+@needs_rtx
+def test_too_little_memory_is_refused_before_the_builder_starts() -> None:
+    with pytest.raises(UsageError, match=r"takes up to .* are allowed \(--memory\)"):
+        bridge.engine(written("int8_wo", "fp16"), "sm89", memory="100MB")
+
+
+@needs_rtx
+def test_what_the_parser_refuses_is_named_by_node_and_leaves_only_the_log(tmp_path: Path) -> None:
+    out = copied("int4_wo", "fp16", tmp_path)
+    model = onnx.load(out / "model.onnx", load_external_data=False)
+    node = next(node for node in model.graph.node if node.op_type == "Softmax")
+    node.op_type, node.name = "Compress", "broken"
+    (out / "model.onnx").write_bytes(model.SerializeToString())
+    assert any("[parser]" in problem.text and "broken" in problem.text for problem in check_paths([str(out)]))
+    with pytest.raises(WriteError, match=r"parser refuses it(.|\n)*broken(.|\n)*its log"):
+        bridge.engine(out, "sm89")
+    assert not list(out.glob("*.engine")) and not (out / "engine.json").exists()
+    assert "broken" in (out / "model.sm89.log").read_text()
+
+
+@needs_rtx
+def test_a_crash_of_the_builder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crashing(job: Any, log: Path, progress: Any) -> Any:
+        return real({**job, "graph": "/dev/null/none"}, log, progress)
+
+    real = engines._in_child
+    monkeypatch.setattr(engines, "_in_child", crashing)
+    out = copied("int8_wo", "fp16", tmp_path)
+    with pytest.raises(WriteError, match=r"crashed \(exit status 1\) and left no engine"):
+        bridge.engine(out, "sm89", progress=False)
+    assert (out / "model.sm89.log").exists() and not list(out.glob("*.engine"))
+
+
+@needs_rtx
+def test_an_interrupt_leaves_no_engine_and_no_log(tmp_path: Path) -> None:
+    def interrupt(done: int, total: int, text: str) -> None:
+        raise KeyboardInterrupt
+
+    out = copied("int8_wo", "fp16", tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        bridge.engine(out, "sm89", progress=interrupt)
+    assert not [*out.glob("*.engine"), *out.glob("*.log"), *out.glob("engine.json")]
+
+
+def test_without_the_extra_the_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    with pytest.raises(EngineUnavailable, match=r'pip install "qbridge\[tensorrt-rtx\]"'):
+        bridge.plan(model(), "trt", "int8_wo", engine="sm89")
+
+
+def test_names_of_gpus_are_those_of_shops_and_of_architectures() -> None:
+    assert parse_gpus("GeForce RTX 4090, NVIDIA L40S, ada") == ("sm89",)
+    assert parse_gpus(["T4", "blackwell", "sm86"]) == ("sm75", "sm86", "sm120")
+
+
+def test_a_float32_source_becomes_float16_where_a_gpu_is_named() -> None:
+    assert bridge.plan(model(), "trt", "int8_wo").options["dtype"] == "float32"
+    if not why_unavailable(RTX):
+        plan = bridge.plan(model(), "trt", "int8_wo", engine="l40s")
+        assert plan.options["dtype"] == "float16" and any("float32 is written as float16" in n for n in plan.notes)
+        assert bridge.plan(model(), "trt", "int8_wo", engine="l40s", dtype="bf16").options["dtype"] == "bfloat16"
+
+
+def copied(form: str, dtype: str, folder: Path) -> Path:
+    """A copy of an output that a test may change."""
+    return Path(shutil.copytree(written(form, dtype), folder / "out"))
