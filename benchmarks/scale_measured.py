@@ -39,6 +39,7 @@ from bridge.core.remote.blocks import BLOCK
 from bridge.sources.opening import open_source
 from bridge.streaming.context import ConversionContext, Partition, StepResult
 from bridge.workflows.batch.engines.ray.rows import Offer, write_partition
+from bridge.workflows.batch.values import Row
 
 
 def shared(workers: Sequence[int], work: Path, rate: float) -> None:
@@ -71,7 +72,7 @@ class Processes:
         self, context: ConversionContext, partitions: Sequence[Partition], stop: threading.Event
     ) -> Iterator[Mapping[str, StepResult]]:
         offer = Offer(
-            self.model, None, None, None, context.source.fingerprint, context.plan, None, context.scheme,
+            Row("", "", self.model, "", ""), context.source.fingerprint, context.plan, None, context.scheme,
             context.memory, 1, context.work.directory, context.work.identity, bridge.__version__,
         )  # fmt: skip
         with ProcessPoolExecutor(self.processes, get_context("spawn")) as pool:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar, cast
 
 from bridge.core.progress import BYTES, Progress, no_progress
@@ -31,9 +31,7 @@ def shows_progress(verb: Callable[P, T]) -> Callable[P, T]:
         asked = kwargs.get("progress")
         if callable(asked) or asked is False or not is_interactive():
             return verb(*args, **kwargs)
-        if _in_notebook():
-            return verb(*args, **cast(Any, kwargs | {"progress": NotebookBars()}))
-        with bars(sys.stderr, redirect=True) as callback:
+        with nullcontext(NotebookBars()) if _in_notebook() else bars(sys.stderr, redirect=True) as callback:
             return verb(*args, **cast(Any, kwargs | {"progress": callback}))
 
     return run

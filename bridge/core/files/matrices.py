@@ -9,31 +9,13 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, overload
+from typing import TypeAlias
 
 from bridge.core.aligned_buffers import aligned_empty
 from bridge.core.arrays import np
 from bridge.core.errors import SourceError
 
 ReadRows = Callable[[int, int], "np.ndarray"]
-
-
-class Matrix(Protocol):
-    """An array with rows, in memory or in a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> np.dtype: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @overload
-    def __getitem__(self, rows: slice, /) -> np.ndarray: ...
-    @overload
-    def __getitem__(self, rows: tuple[slice, ...], /) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -57,6 +39,10 @@ class FileMatrix:
         begin, end, step = first.indices(self.shape[0])
         assert step == 1, "rows are read one after the other"
         return self.read(begin, max(begin, end))[(slice(None), *others)]
+
+
+# An array with rows, in memory or in a file.
+Matrix: TypeAlias = "np.ndarray | FileMatrix"
 
 
 class AppendedFile:

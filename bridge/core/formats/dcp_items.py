@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from bridge.core.files.span import row_order
 from bridge.core.formats.pickle_writer import Call, Name, Persistent, pickled
 from bridge.core.formats.torch_pickle import STORAGE
 from bridge.core.values import TensorSpec
@@ -37,13 +38,10 @@ class Item:
 
 def tensor_item(spec: TensorSpec) -> Item:
     """Return the bytes of `torch.save` for a contiguous tensor, without its data."""
-    strides, step = [], 1
-    for extent in reversed(spec.shape):
-        strides.append(step)
-        step *= max(extent, 1)
+    strides = row_order(tuple(max(extent, 1) for extent in spec.shape))
     storage = Persistent(("storage", Name("torch", STORAGE[spec.dtype]), "0", "cpu", spec.size))
     hooks = Call(Name("collections", "OrderedDict"), ())
-    arguments = (storage, 0, tuple(spec.shape), tuple(reversed(strides)), False, hooks)
+    arguments = (storage, 0, tuple(spec.shape), strides, False, hooks)
     return _zip(pickled(Call(Name("torch._utils", "_rebuild_tensor_v2"), arguments)), spec.nbytes)
 
 

@@ -82,7 +82,6 @@ def _rows(one: Read, count: int | None) -> Read:
 def _fields(kind: type) -> Read:
     hints = get_type_hints(kind)
     readers = {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind) if field.init}
-    check = _spec if kind is TensorSpec else None
 
     def read(value: Any) -> Any:
         if (fields := _object(value, kind)).keys() != readers.keys():
@@ -95,8 +94,8 @@ def _fields(kind: type) -> Read:
             except (TypeError, ValueError) as error:
                 raise TypeError(f"{kind.__name__}.{name}: {error}") from error
         result = kind(**values)
-        if check:
-            check(result)
+        if kind is TensorSpec:
+            _spec(result)
         return result
 
     return read

@@ -8,8 +8,9 @@ import socket
 import time
 import urllib.request
 from email.errors import FirstHeaderLineIsContinuationDefect, MissingHeaderBodySeparatorDefect
+from functools import cache
 from typing import Any
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
@@ -107,11 +108,12 @@ class Connections:
     def __init__(self, timeout: float) -> None:
         self._timeout = urllib3.Timeout(connect=timeout, read=timeout)
         self._managers: dict[str, urllib3.PoolManager] = {}  # by proxy
-        self._proxies: dict[tuple[str, str], str] = {}  # by server: finding it takes as long as the rest of a request
+        self.proxy = cache(_proxy)  # finding it takes as long as the rest of a request
 
     def get(self, url: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
         """The head of the answer to GET; raises what urllib3 raises."""
-        proxy = self.proxy(urlsplit(url))
+        parts = urlsplit(url)
+        proxy = self.proxy(parts.scheme, parts.netloc)
         if proxy not in self._managers:
             self._managers.setdefault(proxy, self._manager(proxy))
         return self._managers[proxy].urlopen(
@@ -119,35 +121,29 @@ class Connections:
             decode_content=False, timeout=self._timeout,
         )  # fmt: skip
 
-    def proxy(self, parts: SplitResult) -> str:
-        """The proxy that the environment names for a server, or ""; UsageError if it is not an HTTP proxy."""
-        server = parts.scheme, parts.netloc
-        if server not in self._proxies:
-            self._proxies[server] = _proxy(parts)
-        return self._proxies[server]
-
     def _manager(self, proxy: str) -> urllib3.PoolManager:
-        user = unquote(urlsplit(proxy).netloc.rpartition("@")[0])
-        headers = urllib3.make_headers(proxy_basic_auth=user) if user else None
-        made = (
-            urllib3.ProxyManager(proxy, proxy_headers=headers, maxsize=MAX_OPEN)
-            if proxy
-            else urllib3.PoolManager(maxsize=MAX_OPEN)
-        )
+        if proxy:
+            user = unquote(urlsplit(proxy).netloc.rpartition("@")[0])
+            headers = urllib3.make_headers(proxy_basic_auth=user) if user else None
+            made: urllib3.PoolManager = urllib3.ProxyManager(proxy, proxy_headers=headers, maxsize=MAX_OPEN)
+        else:
+            made = urllib3.PoolManager(maxsize=MAX_OPEN)
         made.pool_classes_by_scheme = self.pools
         return made
 
 
-def _proxy(parts: SplitResult) -> str:
+def _proxy(scheme: str, netloc: str) -> str:
+    """The proxy that the environment names for a server, or ""; UsageError if it is not an HTTP proxy."""
     proxies = urllib.request.getproxies()
-    word = parts.scheme if proxies.get(parts.scheme) else "all"
+    word = scheme if proxies.get(scheme) else "all"
     named = proxies.get(word)
-    if not named or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
+    if not named or urllib.request.proxy_bypass(netloc.rpartition("@")[2]):
         return ""
     proxy = urlsplit(named if "://" in named else f"http://{named}")
     if proxy.scheme != "http":  # urllib3 needs PySocks for the others
+        host = urlsplit(f"{scheme}://{netloc}").hostname
         raise UsageError(
-            f"{parts.scheme}://{parts.hostname}: {word.upper()}_PROXY names a {proxy.scheme}:// proxy, which cannot be "
+            f"{scheme}://{host}: {word.upper()}_PROXY names a {proxy.scheme}:// proxy, which cannot be "
             "used; name an HTTP proxy (http://host:port), or the server in NO_PROXY"
         )
     return proxy.geturl()

@@ -93,7 +93,7 @@ class Exchange:
                 headers = {}
             url = onward
         else:
-            raise SourceError(f"{self._where}: the server sends on {REDIRECTS} times; check the address")
+            raise self._wrong(f"the server sends on {REDIRECTS} times; check the address")
         try:
             self._refuse(address, url)
         except BaseException:
@@ -124,12 +124,12 @@ class Exchange:
     def check(self, known: RemoteStat) -> None:
         """SourceError unless the answer is the range that was asked for, of the file that is known."""
         if self.status in MISSING:
-            raise SourceError(f"{self._where}: gone ({self.status}), though it was there a moment ago; run again")
+            raise self._wrong(f"gone ({self.status}), though it was there a moment ago; run again")
         whole = self.status == 200 and (self._begin, self._end) == (0, known.nbytes)
         if self.status == 200 and not whole:
-            raise SourceError(f"{self._where}: {WHOLE_FILES}")
+            raise self._wrong(WHOLE_FILES)
         if self._total() != known.nbytes or (known.tag and self._tag != known.tag):
-            raise SourceError(f"{self._where}: changed since it was opened; nothing was kept, run again")
+            raise self._wrong("changed since it was opened; nothing was kept, run again")
         if not whole:
             self._check_range()
 
@@ -149,6 +149,9 @@ class Exchange:
             done += len(data)
             yield len(data)
 
+    def _wrong(self, text: str) -> SourceError:
+        return SourceError(f"{self._where}: {text}")
+
     def _ask(self, url: str, headers: dict[str, str]) -> None:
         self._url = url
         try:
@@ -164,31 +167,29 @@ class Exchange:
                 raise ValueError("another protocol")
             onward = urlunsplit(spelled(parts._replace(netloc=parts.netloc.rpartition("@")[2])))
         except ValueError:
-            raise SourceError(
-                f"{self._where}: the server redirects to an address that is malformed or not of the web; "
-                "check the address"
-            ) from None
+            malformed = "the server redirects to an address that is malformed or not of the web; check the address"
+            raise self._wrong(malformed) from None
         if urlsplit(url).scheme == "https" != parts.scheme:
-            raise SourceError(f"{self._where}: the server sends on to an address that is not encrypted")
+            raise self._wrong("the server sends on to an address that is not encrypted")
         return onward
 
     def _why(self, error: Exception) -> Exception:
         """What went wrong below HTTP; a SourceError if another try would not help."""
         root, parts = _root(error), urlsplit(self._url)
         if isinstance(root, MalformedError):
-            return SourceError(f"{self._where}: the head of the server's answer is malformed; use another server")
+            return self._wrong("the head of the server's answer is malformed; use another server")
         if isinstance(root, socket.gaierror) and root.errno != socket.EAI_AGAIN:
-            return SourceError(f"{self._where}: no server {parts.hostname} is known; check the address and the network")
+            return self._wrong(f"no server {parts.hostname} is known; check the address and the network")
         if isinstance(root, ssl.SSLCertVerificationError):
-            return SourceError(
-                f"{self._where}: the certificate of {parts.hostname} is not trusted ({root.verify_message}); "
+            return self._wrong(
+                f"the certificate of {parts.hostname} is not trusted ({root.verify_message}); "
                 "SSL_CERT_FILE names the authorities to trust"
             )
         if isinstance(root, TimeoutError | urllib3.exceptions.TimeoutError):
             return PassingError("no answer in time", silent=True)
         if str(root).startswith("Tunnel connection failed: 4"):  # http.client's words
-            return SourceError(f"{self._where}: {PROXY} ({str(root).rpartition(': ')[2]})")
-        proxy = urlsplit(self._connections.proxy(parts))
+            return self._wrong(f"{PROXY} ({str(root).rpartition(': ')[2]})")
+        proxy = urlsplit(self._connections.proxy(parts.scheme, parts.netloc))
         to = f" to the proxy {proxy.hostname}:{proxy.port}" if proxy.netloc else ""
         return PassingError(f"the connection{to} broke ({getattr(root, 'strerror', None) or type(root).__name__})")
 
@@ -200,15 +201,13 @@ class Exchange:
         if self.status in REFUSED:
             raise RefusedError(f"{self._where}: access refused ({status}); {address.hint}")
         if self.status == 407:
-            raise SourceError(f"{self._where}: {PROXY} ({status})")
+            raise self._wrong(f"{PROXY} ({status})")
         if self.status in PASSING:
             raise PassingError(f"the server answers {status}", float(_number(self._headers.get("Retry-After")) or 0))
         if self.status not in (200, 206, 416, *MISSING):
-            raise SourceError(f"{self._where}: the server answers {status}; check the address")
+            raise self._wrong(f"the server answers {status}; check the address")
         if self._headers.get("Content-Encoding", "identity") != "identity":
-            raise SourceError(
-                f"{self._where}: the server compresses it, so that no part can be read; serve it as it is"
-            )
+            raise self._wrong("the server compresses it, so that no part can be read; serve it as it is")
 
     @property
     def _tag(self) -> str:
@@ -219,17 +218,15 @@ class Exchange:
         of_range = self._headers.get("Content-Range", "").rpartition("/")[2]
         length = _number(self._headers.get("Content-Length") if self.status == 200 else of_range)
         if length is None and self.status == 200 and self._headers.get("Content-Type", "").startswith("text/html"):
-            raise SourceError(f"{self._where}: {WEB_PAGE}")
+            raise self._wrong(WEB_PAGE)
         if length is None:
-            raise SourceError(f"{self._where}: the server does not say how long it is; use another server")
+            raise self._wrong("the server does not say how long it is; use another server")
         return length
 
     def _check_range(self) -> None:
         found = self._headers.get("Content-Range", "")
         if self.status != 206 or not found.startswith(f"bytes {self._begin}-"):
-            raise SourceError(
-                f"{self._where}: the server answers another range than it was asked for; use another server"
-            )
+            raise self._wrong("the server answers another range than it was asked for; use another server")
 
 
 def _root(error: BaseException) -> BaseException:

@@ -149,20 +149,16 @@ class FsspecFolder:
         scheme = scheme_of(url)
         if scheme not in (*known_implementations, *registry):
             raise UsageError(f"{shown(url)}: nothing here knows {scheme}://; known: s3, gs, az, hf, https")
-        try:
-            with _plain(every=True):
-                self._fs, root = url_to_fs(url, use_listings_cache=False)
-        except OSError as error:  # some connect at once
-            raise problem(url, "opened", error, SourceError) from error
+        with reporting(url, "opened", SourceError), _plain(every=True):  # some connect at once
+            self._fs, root = url_to_fs(url, use_listings_cache=False)
         self._root = root.rstrip("/")
 
     def list(self) -> dict[str, RemoteStat]:
         with _plain(every=True):
             self._fs.invalidate_cache()
-            found = self._fs.find(self._root, detail=True)
             return {
                 path.removeprefix(self._root).lstrip("/"): _stat(info)
-                for path, info in found.items()
+                for path, info in self._fs.find(self._root, detail=True).items()
                 if f"{path}/".startswith(f"{self._root}/") and not path.endswith("/")
             }
 
@@ -208,13 +204,12 @@ class ObjectStore(Store):
 
     def __init__(self, url: str) -> None:
         self.where, self.given_up, self._folder = shown(url), threading.Event(), folder(url)
-        try:
-            self.files = self._folder.list()
-        except InvalidNameError as error:
-            check_names([str(error)], self.where)
-            raise problem(url, "listed", error, SourceError) from error
-        except OSError as error:
-            raise problem(url, "listed", error, SourceError) from error
+        with reporting(url, "listed", SourceError):
+            try:
+                self.files = self._folder.list()
+            except InvalidNameError as error:
+                check_names([str(error)], self.where)
+                raise
         if not self.files:
             raise SourceError(f"{self.where}: nothing is there; check the address: bucket/directory")
         self._only = [*self.files] == [""]
@@ -228,10 +223,8 @@ class ObjectStore(Store):
         while done < len(out):
             if self.given_up.is_set():
                 raise SourceError(f"{where}: {GIVEN_UP}")
-            try:
+            with reporting(where, "read", SourceError):
                 look, data = self._folder.read("" if self._only else name, begin + done, begin + len(out))
-            except OSError as error:
-                raise problem(where, "read", error, SourceError) from error
             if look != self.files[name] or not data:
                 raise SourceError(f"{where}: changed since it was opened; nothing was kept, run again")
             piece = np.frombuffer(data, np.uint8)  # NumPy copies without the GIL
@@ -338,15 +331,16 @@ def unsigned(error: BaseException) -> str:
     return re.sub(r"\?\S+|(?<=://)[^/\s@]*@", "", first_line(error))[:200]
 
 
-def problem(url: str, doing: str, error: BaseException, kind: type[BridgeError]) -> BridgeError:
-    """A store's error as one sentence with its remedy."""
-    scheme = store_of(url)
-    if isinstance(error, PermissionError):
-        return kind(
-            f"{shown(url)}: access refused ({unsigned(error)}); {CREDENTIALS.get(scheme, 'check the credentials')}"
-        )
-    if isinstance(error, FileNotFoundError):
-        return kind(f"{shown(url)}: not there; check the address: {scheme}://bucket/directory")
-    return kind(
-        f"{shown(url)}: cannot be {doing} ({unsigned(error)}); check the address and the network, and run again"
-    )
+@contextmanager
+def reporting(url: str, doing: str, kind: type[BridgeError]) -> Iterator[None]:
+    """Raise a store's OSError as a `kind`: one sentence with its remedy."""
+    try:
+        yield
+    except PermissionError as error:
+        remedy = CREDENTIALS.get(store_of(url), "check the credentials")
+        raise kind(f"{shown(url)}: access refused ({unsigned(error)}); {remedy}") from error
+    except FileNotFoundError as error:
+        raise kind(f"{shown(url)}: not there; check the address: {store_of(url)}://bucket/directory") from error
+    except OSError as error:
+        what = f"cannot be {doing} ({unsigned(error)}); check the address and the network, and run again"
+        raise kind(f"{shown(url)}: {what}") from error

@@ -12,7 +12,7 @@ import hashlib
 import shutil
 import socket
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from bridge.core.output.names import JOURNAL, MANIFEST
 from bridge.core.output.replace import REPLACING, check_free
 from bridge.core.parsing.limited import parse_json
 from bridge.core.progress import Progress
-from bridge.core.remote.objects import BUCKETS, Folder, folder, problem
+from bridge.core.remote.objects import BUCKETS, Folder, folder, reporting
 from bridge.core.remote.store import RemoteStat
 from bridge.core.remote.upload_directory import Holding, owning, read_holding
 from bridge.core.remote.upload_note import NOTE, Note, Sent, parse_note
@@ -306,12 +306,8 @@ class Outgoing:
             with self._reporting("removed", name), suppress(FileNotFoundError):
                 self._folder.remove(name)
 
-    @contextmanager
-    def _reporting(self, doing: str, name: str = "") -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise problem(f"{self.where}/{name}".rstrip("/"), doing, error, WriteError) from error
+    def _reporting(self, doing: str, name: str = "") -> AbstractContextManager[None]:
+        return reporting(f"{self.where}/{name}".rstrip("/"), doing, WriteError)
 
 
 def _last(name: str) -> int:

@@ -49,7 +49,7 @@ def run_job(job: Job, watch: Watch, executor: Executor | None = None) -> Outcome
             outcome = outcome_of(job.name, run(request_of(job.row, progress), RunOptions(executor, job.runs)))
     except Exception as error:
         outcome = failure(job.name, error)
-    return _timed(outcome, time.perf_counter() - begin)
+    return replace(outcome, seconds=round(time.perf_counter() - begin, 3))
 
 
 def failure(name: str, error: Exception) -> Outcome:
@@ -69,7 +69,7 @@ def overdue(job: Job, seconds: float) -> Outcome:
     """The outcome of a job that was stopped at its timeout, after `seconds`."""
     text = f"took longer than its timeout of {job.timeout:g} s; set a longer `timeout` and run the batch again"
     text += "" if job.calibrates else ": the row resumes where it stopped"
-    return _timed(Outcome(job.name, FAILED, text, "TimeoutError"), seconds)
+    return Outcome(job.name, FAILED, text, "TimeoutError", round(seconds, 3))
 
 
 def outcome_of(name: str, report: Report) -> Outcome:
@@ -133,7 +133,3 @@ def _calibrate(job: Job, progress: Progress) -> None:
         compute=row.compute, base=row.base, workers=1,
     )  # fmt: skip
     calibration.save(job.calibrates)
-
-
-def _timed(outcome: Outcome, seconds: float) -> Outcome:
-    return replace(outcome, seconds=round(seconds, 3))

@@ -26,13 +26,12 @@ from bridge.workflows.batch.manifest.read import Manifest, read_manifest
 from bridge.workflows.batch.observers import Counted, Observer
 from bridge.workflows.batch.prepare.calibrations import (
     LOCK,
-    calibration_file,
     copy_calibrations,
     drop_calibrations,
     find_calibrations,
     make_jobs,
 )
-from bridge.workflows.batch.prepare.outputs import file_digest, finished, refuse, without_disk
+from bridge.workflows.batch.prepare.outputs import finished, refuse, without_disk
 from bridge.workflows.batch.prepare.plan import PlannedRow, UnreachableServers, plan_rows, unused_arguments
 from bridge.workflows.batch.report import BatchReport, read_earlier
 from bridge.workflows.batch.values import PLANNED, Engine, Limits, Outcome, Row
@@ -148,8 +147,7 @@ def _with(report: BatchReport, outcome: Outcome, planned: Sequence[PlannedRow], 
     """The report with one more outcome: of a row, or of a calibration, whose digest is added."""
     if outcome.name in {row.name for row in report.rows}:
         return replace(report, outcomes=_in_order({**report.outcomes, outcome.name: outcome}, report.rows))
-    files = {key: file_digest(calibration_file(folder, key)) for key in {one.key for one in planned if one.key}}
-    digests = {**report.digests, **{key: digest for key, digest in files.items() if digest}}
+    digests = {**report.digests, **find_calibrations(planned, folder, {})}
     return replace(report, calibrations=(*report.calibrations, outcome), digests=digests)
 
 
@@ -221,14 +219,13 @@ def _folder(summary: Path, options: BatchOptions) -> Iterator[Path]:
             folder.rmdir()
         raise WriteError(f"{folder}: cannot be created: {reason(error)}") from error
     with lock:
-        busy = WriteError(f"{summary}: another process runs this batch; wait for it, or set another `summary`")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            inode = (folder / LOCK).stat().st_ino
+            if (folder / LOCK).stat().st_ino != os.fstat(lock.fileno()).st_ino:
+                raise FileNotFoundError("the other process removed the directory meanwhile")
         except OSError as error:
-            raise busy from error
-        if inode != os.fstat(lock.fileno()).st_ino:  # the other process removed the directory meanwhile
-            raise busy
+            busy = f"{summary}: another process runs this batch; wait for it, or set another `summary`"
+            raise WriteError(busy) from error
         for path in folder.iterdir() if not options.resume else ():
             if path.name != LOCK:
                 path.unlink()

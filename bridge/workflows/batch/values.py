@@ -15,14 +15,8 @@ from bridge.core.text import size
 DONE, BELOW, FAILED, PLANNED = "done", "below", "failed", "planned"
 WORDS = {DONE: "done", BELOW: "FAILED parity", FAILED: "FAILED", PLANNED: "planned"}
 
-FOR_CALIBRATION = (
-    "device",
-    "data",
-    "samples",
-    "sequence",
-    "field",
-    "compute",
-)  # arguments that only a calibration uses
+# Arguments that only a calibration uses.
+FOR_CALIBRATION = ("device", "data", "samples", "sequence", "field", "compute")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import bridge
 from bridge.core.errors import SourceError, UsageError
 from bridge.workflows.batch.engines import make_engine, make_settings
 from bridge.workflows.batch.engines.ray.engine import Settings
-from bridge.workflows.batch.values import Limits
+from bridge.workflows.batch.values import Limits, Row
 from tests.workflows.batch.test_ray import engine
 
 
@@ -39,10 +39,11 @@ def test_settings_are_read_from_the_manifests_table() -> None:
 def test_a_partition_of_another_model_than_the_rows_is_refused(tmp_path: Path) -> None:
     rows = pytest.importorskip("bridge.workflows.batch.engines.ray.rows")
     tiny = str(Path(__file__).parents[3] / "examples/models/tiny-llama")
-    offer = rows.Offer(tiny, None, None, None, "other", None, None, None, 1, 1, tmp_path, "", bridge.__version__)
+    row = Row("tiny", "", tiny, "hf", "out")
+    offer = rows.Offer(row, "other", None, None, None, 1, 1, tmp_path, "", bridge.__version__)
     with pytest.raises(SourceError, match="is a different model on"):
         rows.same_source(offer)
     with pytest.raises(UsageError, match="has qbridge"):
         rows.same_source(replace(offer, version="0.0"))
     with pytest.raises(SourceError, match="cannot be opened on"):
-        rows.same_source(replace(offer, model=str(tmp_path)))
+        rows.same_source(replace(offer, row=replace(row, model=str(tmp_path))))

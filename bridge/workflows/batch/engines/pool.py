@@ -83,9 +83,8 @@ class Worker:
         lines = [line for line in lines if line and not line.startswith(MODULES)][-MAX_LINES:]
         code = self.process.returncode
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with {code}"
-        hint = "the kernel does that if memory runs out: run fewer workers" if code == -signal.SIGKILL else ""
-        text = f"the worker {how} during the job" + (f"; {hint}" if hint else "")
-        text += "; run the batch again: the row resumes where it stopped"
+        hint = "; the kernel does that if memory runs out: run fewer workers" if code == -signal.SIGKILL else ""
+        text = f"the worker {how} during the job{hint}; run the batch again: the row resumes where it stopped"
         seconds = round(time.perf_counter() - self.since, 3)
         return Outcome(job.name, FAILED, "\n".join([text, *lines]), CRASH, seconds)
 

@@ -17,41 +17,18 @@ from bridge.core.text import nearest
 
 MAX_LENGTH = 4096  # characters of a text: no path is longer, and patterns multiply their values
 _FIELD = re.compile(r"\{(\w*)\}")
+_CONFIG = "expected a path, or a table with entries of config.json"
 TEXTS = (
-    "name",
-    "model",
-    "target",
-    "quant",
-    "out",
-    "calib",
-    "data",
-    "field",
-    "kv",
-    "device",
-    "tokenizer",
-    "base",
-    "adapter",
-    "runtime",
-    "compute",
-    "chain",
-)
+    "name", "model", "target", "quant", "out", "calib", "data", "field", "kv", "device", "tokenizer", "base", "adapter",
+    "runtime", "compute", "chain",
+)  # fmt: skip
 FLAGS = ("verify", "overwrite")
 COUNTS = ("shards", "samples", "sequence")
 OWN = (*TEXTS, *FLAGS, *COUNTS, "config", "memory", "timeout")  # other keys are options of targets
 PLACES = ("model", "base", "calib", "data", "tokenizer", "quant", "config")  # may be a path relative to the manifest
 OF_CHAINS = ("name", "chain", "out", "overwrite", "timeout")  # keys of a row that runs a chain
-UNCHANGED = (
-    "kv",
-    "device",
-    "verify",
-    "overwrite",
-    "field",
-    "runtime",
-    "compute",
-    "adapter",
-    *COUNTS,
-    "timeout",
-)  # copied to the row
+# Copied to the row.
+UNCHANGED = ("kv", "device", "verify", "overwrite", "field", "runtime", "compute", "adapter", *COUNTS, "timeout")
 
 
 def filled(pattern: str, words: Mapping[str, str], key: str) -> str:
@@ -111,9 +88,6 @@ def mistyped_key(key: str, value: Any) -> str:
     if len(value) > MAX_LENGTH:
         return f"expected a text of at most {MAX_LENGTH} characters"
     return "expected a text without control characters" if not value.isprintable() else ""
-
-
-_CONFIG = "expected a path, or a table with entries of config.json"
 
 
 def _is_json(value: Any) -> bool:

@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +42,23 @@ MAX_ROWS = 10_000  # of a manifest: planning so many takes seconds; axes with mo
 class _Entry:
     """The keys of one row: a `[[row]]`, or one combination of a `[[matrix]]`.
 
-    `axes`: keys that the matrix varies. `strict`: keys of a `[[row]]`; its target must have each of them.
+    `builder` notes its problems. `axes`: keys that the matrix varies. `strict`: keys of a `[[row]]`; its target must
+    have each of them.
     """
 
     where: str
     words: dict[str, Any]
+    builder: _Builder
     axes: tuple[str, ...] = ()
     strict: frozenset[str] = frozenset()
 
     def origin(self, *keys: str) -> str:
         """The table that sets one of these keys: this one, else [defaults]."""
         return self.where if not keys or any(key in self.words for key in keys) else "[defaults]"
+
+    def take(self, make: Callable[..., Any], *arguments: Any, of: Collection[str]) -> Any:
+        """The result of `make`; None if it raises, which is noted for the table that sets the keys `of`."""
+        return self.builder.problems.take(make, *arguments, where=self.origin(*of))
 
 
 @dataclass
@@ -113,12 +118,13 @@ def make_rows(words: Mapping[str, Any], folder: Path) -> tuple[list[Row], list[s
         if isinstance(value, list):
             builder.incomplete("[defaults]", f"{key} is a list, which is an axis; write it in a [[matrix]]")
     kinds = {"row": _row_entries, "matrix": _matrix_entries}
-    entries = [entry for key in words if key in kinds for entry in kinds[key](words, builder)]  # in the file's order
+    # In the file's order.
+    entries = [entry for key in words if key in kinds for entry in kinds[key](words[key], builder)]
     for entry in entries:
         if builder.problems.enough:
             builder.incomplete(entry.where, ENOUGH)
             break
-        _add(entry, builder)
+        _add(entry)
     if not entries and not builder.problems:
         builder.wrong("", "there are no rows; write a [[row]] or a [[matrix]] with model and target")
     overridden = {("[defaults]", key) for entry in entries for key in entry.words}
@@ -145,8 +151,7 @@ def options_of_targets() -> set[str]:
     return {entry.name for name in target_names() for entry in fields(load_target(name).Options)}
 
 
-def _row_entries(words: Mapping[str, Any], builder: _Builder) -> Iterator[_Entry]:
-    tables = words.get("row", [])
+def _row_entries(tables: Any, builder: _Builder) -> Iterator[_Entry]:
     if not isinstance(tables, list):
         builder.incomplete("", "`row` must be [[row]] tables")
         return
@@ -158,11 +163,10 @@ def _row_entries(words: Mapping[str, Any], builder: _Builder) -> Iterator[_Entry
         for key in lists:
             builder.incomplete(where, f"{key} is a list; a [[matrix]] makes one row per value")
         if not lists and builder.allow(where, 1):
-            yield _Entry(where, own, strict=frozenset(own))
+            yield _Entry(where, own, builder, strict=frozenset(own))
 
 
-def _matrix_entries(words: Mapping[str, Any], builder: _Builder) -> Iterator[_Entry]:
-    tables = words.get("matrix", [])
+def _matrix_entries(tables: Any, builder: _Builder) -> Iterator[_Entry]:
     for nth, table in enumerate(tables if isinstance(tables, list) else [tables], 1):
         where = f"[[matrix]] {nth}"
         table = dict(table) if isinstance(table, dict) else table
@@ -186,7 +190,7 @@ def _matrix_entries(words: Mapping[str, Any], builder: _Builder) -> Iterator[_En
             by = {n for n, rule in enumerate(excluded) if all(combined.get(k) == v for k, v in rule.items())}
             matched |= by
             if not by:
-                yield _Entry(where, combined, tuple(axes))
+                yield _Entry(where, combined, builder, tuple(axes))
         for n in sorted(set(range(len(excluded))) - matched):
             builder.wrong(where, f"exclude {quoted(excluded[n])}: no combination matches")
 
@@ -207,7 +211,8 @@ def _excluded(value: Any, own: Mapping[str, Any], where: str, builder: _Builder)
     return [rule for rule in value if rule.keys() <= own.keys()]
 
 
-def _add(entry: _Entry, builder: _Builder) -> None:
+def _add(entry: _Entry) -> None:
+    builder = entry.builder
     words = {key: value for key, value in builder.defaults.items() if not isinstance(value, list)} | entry.words
     mistyped = {key: why for key in OWN if key in words and (why := mistyped_key(key, words[key]))}
     for key, why in mistyped.items():
@@ -216,7 +221,7 @@ def _add(entry: _Entry, builder: _Builder) -> None:
         if key not in words:
             builder.wrong(entry.where, f"{key} is missing")
     make = _chain_row if "chain" in words else _row
-    row = make(entry, {key: value for key, value in words.items() if key not in mistyped}, builder)
+    row = make(entry, {key: value for key, value in words.items() if key not in mistyped})
     if row is None or mistyped:
         return
     content = json.dumps({**asdict(row), "where": ""}, sort_keys=True, default=str)
@@ -229,53 +234,45 @@ def _add(entry: _Entry, builder: _Builder) -> None:
     builder.contents.add(content)
 
 
-def _take(entry: _Entry, builder: _Builder, make: Callable[..., Any], *arguments: Any, of: Collection[str]) -> Any:
-    """The result of `make`; None if it raises, which is noted for the table that sets the keys `of`."""
-    return builder.problems.take(make, *arguments, where=entry.origin(*of))
-
-
-def _check_options(target: Target | None, options: Mapping[str, Any], entry: _Entry, builder: _Builder) -> None:
+def _check_options(target: Target, options: dict[str, Any], entry: _Entry) -> None:
     """Note the problems of options: of each one alone, or of all together if each alone is valid."""
-    take, every = partial(_take, entry, builder), dict(options)
     try:
-        if target:
-            make_options(target, every)
+        make_options(target, options)
     except BridgeError:
-        if all([take(make_options, target, {key: value}, of=[key]) for key, value in every.items()]):
-            take(make_options, target, every, of=every)
+        if all([entry.take(make_options, target, {key: value}, of=[key]) for key, value in options.items()]):
+            entry.take(make_options, target, options, of=options)
 
 
-def _check_scheme(quant: str | None, kv: str | None, entry: _Entry, builder: _Builder) -> None:
+def _check_scheme(quant: str | None, kv: str | None, entry: _Entry) -> None:
     """Note the problems of a scheme and of a KV cache, each alone, then of both together."""
-    take = partial(_take, entry, builder)
-    kv_known = kv and take(builder.load, kv_numeric, kv, of=["kv"])
-    quant_known = quant and quant != "none" and take(builder.load, load_scheme, quant, None, of=["quant"])
+    load = entry.builder.load
+    kv_known = kv and entry.take(load, kv_numeric, kv, of=["kv"])
+    quant_known = quant and quant != "none" and entry.take(load, load_scheme, quant, None, of=["quant"])
     if kv_known and quant_known:
-        take(builder.load, load_scheme, quant, kv, of=["quant", "kv"])
+        entry.take(load, load_scheme, quant, kv, of=["quant", "kv"])
 
 
-def _row(entry: _Entry, words: dict[str, Any], builder: _Builder) -> Row | None:
+def _row(entry: _Entry, words: dict[str, Any]) -> Row | None:
     """The row, possibly with noted problems; None if its target, model, name or output is unknown."""
-    take = partial(_take, entry, builder)
+    builder, take = entry.builder, entry.take
     target = take(load_target, words["target"], of=["target"]) if "target" in words else None
     own = {option.name for option in fields(target.Options)} if target else builder.known
-    builder.used |= {
-        (entry.where if key in entry.words else "[defaults]", key)
-        for key in words
-        if key in own or key in entry.strict  # an option of a [[row]] that its target lacks is reported for that row
-    }
-    options = {k: v for k, v in words.items() if k not in OWN and (k in own or k in entry.strict)}
-    _check_options(target, options, entry, builder)
+    # An option of a [[row]] that its target lacks is reported for that row.
+    used = [key for key in words if key in own or key in entry.strict]
+    builder.used |= {(entry.origin(key), key) for key in used}
+    options = {key: words[key] for key in used if key not in OWN}
+    if target:
+        _check_options(target, options, entry)
     memory = words.get("memory")
     given = [key for key in PLACES if isinstance(words.get(key), str)]
     places = {key: take(resolved, words[key], builder.folder, key, of=[key]) for key in given}
-    _check_scheme(places.get("quant"), words.get("kv"), entry, builder)
+    _check_scheme(places.get("quant"), words.get("kv"), entry)
     if isinstance(memory, str):
         memory = take(byte_count, memory, "memory", of=["memory"])
     if not target or not places.get("model"):
         return None
     named = {"quant": "none", **{key: words[key] for key in words if key in OWN or key in options}}
-    name, out = _name_and_out(entry, words, named, NAME, builder)
+    name, out = _name_and_out(entry, words, named, NAME)
     if not out:
         return None
     unchanged = {key: words[key] for key in UNCHANGED if key in words}
@@ -285,18 +282,18 @@ def _row(entry: _Entry, words: dict[str, Any], builder: _Builder) -> Row | None:
     )  # fmt: skip
 
 
-def _chain_row(entry: _Entry, words: dict[str, Any], builder: _Builder) -> Row | None:
+def _chain_row(entry: _Entry, words: dict[str, Any]) -> Row | None:
     """The row of a chain, possibly with noted problems; None if its file, name or output is unknown."""
     from bridge.workflows.chain.read import read_chain
 
+    builder, take = entry.builder, entry.take
     if other := [key for key in entry.words if key not in OF_CHAINS]:
         has = f"a row with `chain` has {', '.join(OF_CHAINS)}, and its file has the rest"
         builder.wrong(entry.where, f"{', '.join(other)}: {has}")
     if other or "chain" not in words:  # it is mistyped
         return None
-    take = partial(_take, entry, builder)
     path = take(absolute, words["chain"], builder.folder, of=["chain"])
-    name, out = _name_and_out(entry, words, {"chain": words["chain"]}, "{chain}", builder)
+    name, out = _name_and_out(entry, words, {"chain": words["chain"]}, "{chain}")
     if not (path and out):
         return None
     if is_remote(out):
@@ -309,11 +306,9 @@ def _chain_row(entry: _Entry, words: dict[str, Any], builder: _Builder) -> Row |
     return Row(name=name, where=entry.where, model="", target="", out=out, chain=path, device=device, **unchanged)
 
 
-def _name_and_out(
-    entry: _Entry, words: Mapping[str, Any], named: Mapping[str, Any], pattern: str, builder: _Builder
-) -> tuple[str, str]:
+def _name_and_out(entry: _Entry, words: Mapping[str, Any], named: Mapping[str, Any], pattern: str) -> tuple[str, str]:
     """The name and the output of a row, "" for one with problems. `named`: what their patterns may name."""
-    take = partial(_take, entry, builder)
+    builder, take = entry.builder, entry.take
     shown = {key: short_name(value) for key, value in named.items()}
     axes = [key for key in entry.axes if key in named and f"{{{key}}}" not in pattern]
     pattern += "".join(f"-{key}-{{{key}}}" for key in axes)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bridge.core.addresses import is_remote
 from bridge.core.errors import BridgeError
@@ -23,7 +24,7 @@ from bridge.core.remote.upload import staging_path
 from bridge.workflows.batch.manifest.keys import short_name
 from bridge.workflows.batch.prepare.outputs import file_digest
 from bridge.workflows.batch.prepare.plan import PlannedRow, model_memory
-from bridge.workflows.batch.values import FAILED, Job, Outcome
+from bridge.workflows.batch.values import FAILED, FOR_CALIBRATION, Job, Outcome
 
 LOCK = "lock"  # in the folder of a batch, beside its calibrations
 
@@ -93,8 +94,8 @@ def make_jobs(pending: Sequence[PlannedRow], folder: Path, memory: int | None) -
                 timeout = _longest([other.row.timeout for other in pending if other.key == one.key])
                 jobs[one.key] = Job(_unique(name, jobs), row, need, one.work, calibrates=str(file), timeout=timeout)
             after = (jobs[one.key].name,) if one.key in jobs else ()
-            row = replace(row, calib=str(file), device=None, data=None, samples=None, sequence=None, field=None)
-            row = replace(row, compute=None)
+            calibrated: dict[str, Any] = {"calib": str(file), **dict.fromkeys(FOR_CALIBRATION)}
+            row = replace(row, **calibrated)
         jobs[f"row {row.name}"] = Job(
             row.name, row, min(one.memory, most), one.work, after=after, runs=bool(one.key), timeout=row.timeout
         )

@@ -38,25 +38,21 @@ def finished(planned: PlannedRow, calibrations: Mapping[str, str], unreachable: 
     if planned.row.chain:
         return planned.kept
     try:
-        return _finished(planned, calibrations, unreachable)
+        out = written_at(planned.row.out)
+        unreachable.answered(planned.row.out)  # it was listed
+        outcome = None if (out / NOTE).is_file() else _outcome(planned, out)  # the note exists during an upload
+        if outcome is None or not _same_calibration(planned, calibrations, out / CALIBRATION):
+            return None
+        for name, digest in planned.side_files:
+            # the model card gets a section from bridge, so it differs from the source's
+            if name != CARD and not ((out / name).is_file() and content_digest(out / name) == digest):
+                return None
+        return replace(outcome, kept=True)
     except (BridgeError, OSError, ValueError, KeyError) as error:  # damaged, so not finished
         if is_remote(planned.row.out) and is_unreachable(error):
             raise
         unreachable.answered(planned.row.out)
         return None
-
-
-def _finished(planned: PlannedRow, calibrations: Mapping[str, str], unreachable: UnreachableServers) -> Outcome | None:
-    out = written_at(planned.row.out)
-    unreachable.answered(planned.row.out)  # it was listed
-    outcome = None if (out / NOTE).is_file() else _outcome(planned, out)  # the note exists during an upload
-    if outcome is None or not _same_calibration(planned, calibrations, out / CALIBRATION):
-        return None
-    for name, digest in planned.side_files:
-        # the model card gets a section from bridge, so it differs from the source's
-        if name != CARD and not ((out / name).is_file() and content_digest(out / name) == digest):
-            return None
-    return replace(outcome, kept=True)
 
 
 def unsent(planned: PlannedRow) -> bool:

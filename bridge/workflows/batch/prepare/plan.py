@@ -63,24 +63,24 @@ class UnreachableServers:
     """Servers that did not answer, so that each is waited for only once. A server that answered before is not added."""
 
     def __init__(self) -> None:
-        self._failed: dict[str, tuple[str, Exception]] = {}  # server -> the first address, and its error
-        self._alive: set[str] = set()
+        # server -> the first address of it, and its error; None if it answered before
+        self._failed: dict[str, tuple[str, Exception] | None] = {"": None}
 
     def check(self, url: str, kind: type[BridgeError]) -> None:
         """Raise a `kind` if the server of an address did not answer before."""
-        if server_of(url) in self._failed:
-            first, why = self._failed[server_of(url)]
+        if failed := self._failed.get(server_of(url)):
+            first, why = failed
             raise kind(
                 f"{shown(url)}: its server does not answer, as for {first}; check the address and the network, and "
                 "run again"
             ) from why
 
     def answered(self, url: str) -> None:
-        self._alive.add(server_of(url))
+        self._failed.setdefault(server_of(url), None)
 
     def note(self, url: str, error: Exception) -> None:
-        if (server := server_of(url)) not in {"", *self._alive} and is_unreachable(error):
-            self._failed.setdefault(server, (shown(url), error))
+        if is_unreachable(error):
+            self._failed.setdefault(server_of(url), (shown(url), error))
 
 
 def plan_rows(rows: Sequence[Row], engine: Engine, unreachable: UnreachableServers | None = None) -> list[PlannedRow]:
@@ -105,27 +105,26 @@ def unused_arguments(planned: Sequence[PlannedRow]) -> list[str]:
 
 @dataclass
 class _Opened:
-    """Sources and data that rows share while they are planned: each is opened once. `failed`: errors of models."""
+    """Sources, or why they cannot be opened, and data that rows share while they are planned: each is opened once."""
 
     unreachable: UnreachableServers
-    sources: dict[str, Source] = field(default_factory=dict)
-    failed: dict[str, BridgeError] = field(default_factory=dict)
+    sources: dict[str, Source | BridgeError] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
 
     def source(self, row: Row) -> Source:
         name = _model_of(row)
         if name not in self.sources:
-            if name in self.failed:
-                raise self.failed[name]
             self.unreachable.check(row.model, SourceError)
             try:
                 self.sources[name] = open_source(row.model, row.config, row.tokenizer, row.base, row.adapter)
+                self.unreachable.answered(row.model)
             except BridgeError as error:
-                self.failed[name] = error
+                self.sources[name] = error
                 self.unreachable.note(row.model, error)
-                raise
-            self.unreachable.answered(row.model)
-        return self.sources[name]
+        source = self.sources[name]
+        if isinstance(source, BridgeError):
+            raise source
+        return source
 
     def data_digest(self, row: Row, scheme: Scheme) -> str:
         """The digest of the row's calibration data; an error if the tokenizer or the data are missing."""
@@ -226,18 +225,8 @@ def _key(row: Row, resolved: ResolvedRequest) -> str:
     files = sorted((name, content_digest(content)) for name, content in source.side_files.items())
     given, *sampling = _data_of(row)
     data = content_digest(Path(given)) if given and Path(given).is_file() else given
-    parts = [
-        versions(),
-        source.fingerprint,
-        files,
-        row.tokenizer,
-        scheme.name,
-        scheme.digest,
-        data,
-        sampling,
-        row.device,
-        *filter(None, [row.compute]),
-    ]
+    parts = [versions(), source.fingerprint, files, row.tokenizer, scheme.name, scheme.digest, data, sampling]
+    parts += [row.device, *([row.compute] if row.compute else [])]
     return _digest(json.dumps(parts, sort_keys=True).encode())
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -35,15 +36,8 @@ class Ended:
 @dataclass
 class _Call:
     key: str
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    resources: Mapping[str, float]
+    make: Callable[[], Any]
     attempts: int = 0
-
-    def make(self) -> Any:
-        """Start the call, for the first time or again. Ray itself does not retry, since it would not report that."""
-        self.attempts += 1
-        return ray.remote(self.function).options(max_retries=0, **self.resources).remote(*self.arguments)
 
 
 class Calls:
@@ -58,7 +52,13 @@ class Calls:
 
     def start(self, key: str, function: Callable[..., Any], *arguments: Any, **resources: float) -> None:
         """Call a function of a module when the cluster has `resources` free."""
-        call = _Call(key, function, arguments, resources)
+        # Ray itself does not retry, since it would not report that.
+        task = ray.remote(function).options(max_retries=0, **resources)
+        self._make(_Call(key, partial(task.remote, *arguments)))
+
+    def _make(self, call: _Call) -> None:
+        """Make a call, for the first time or again."""
+        call.attempts += 1
         self._open[call.make()] = call
 
     def ended(self) -> Iterator[Ended]:
@@ -74,7 +74,7 @@ class Calls:
                 if call.attempts > self._retries:
                     yield Ended(call.key, error=error, died=True, attempts=call.attempts)
                     continue
-                self._open[call.make()] = call
+                self._make(call)
                 self._again(call.key)
             except exceptions.RayTaskError as error:
                 yield Ended(call.key, error=error.cause, attempts=call.attempts)

@@ -36,7 +36,7 @@ from bridge.workflows.batch.engines.worker import forget_peak, release_memory, u
 from bridge.workflows.batch.job import run_job
 from bridge.workflows.batch.manifest.keys import redacted
 from bridge.workflows.batch.prepare.plan import FRESH
-from bridge.workflows.batch.values import Event, Job, Outcome
+from bridge.workflows.batch.values import Event, Job, Outcome, Row
 
 HEADERS = 64 << 20  # bytes of a plan with 100,000 tensors and of the layout of its files
 
@@ -81,12 +81,9 @@ def _poster(board: Any) -> Any:
 
 @dataclass(frozen=True)
 class Offer:
-    """What every partition of one conversion needs. `fingerprint`: of the source, which each process opens itself."""
+    """What every partition of a row needs. `fingerprint`: of the source, which each process opens itself."""
 
-    model: str
-    config: Any
-    base: str | None
-    adapter: str | None
+    row: Row
     fingerprint: str
     plan: Plan
     calibration: Calibration | None
@@ -127,10 +124,9 @@ class Partitions:
                     yield ended.result
 
     def _offer(self, context: ConversionContext) -> Offer:
-        row, work = self._job.row, context.work
         return Offer(
-            row.model, row.config, row.base, row.adapter, context.source.fingerprint, context.plan, context.calibration,
-            context.scheme, context.memory, self._cpus, work.directory, work.identity, __version__,
+            self._job.row, context.source.fingerprint, context.plan, context.calibration, context.scheme,
+            context.memory, self._cpus, context.work.directory, context.work.identity, __version__,
         )  # fmt: skip
 
     def _check_memory(self, memory: int) -> None:
@@ -161,13 +157,13 @@ def write_partition(offer: Offer, partition: Partition) -> Mapping[str, StepResu
 
 def same_source(offer: Offer) -> Source:
     """Open the row's model on this node; an error if it is a different one."""
-    node, model = socket.gethostname(), redacted(offer.model)
+    node, row, model = socket.gethostname(), offer.row, redacted(offer.row.model)
     if offer.version != __version__:
         raise UsageError(
             f"{node} has qbridge {__version__}, the row's node has {offer.version}; install the same version on all"
         )
     try:
-        source = open_source(offer.model, offer.config, None, offer.base, offer.adapter)
+        source = open_source(row.model, row.config, None, row.base, row.adapter)
     except BridgeError as error:
         raise SourceError(f"{model}: cannot be opened on {node}, unlike on the row's node: {error}") from error
     if source.fingerprint != offer.fingerprint:
