@@ -5,17 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import Module
-
-
-class Handle(Protocol):
-    """What torch returns for a hook."""
-
-    def remove(self) -> None:
-        """Take the hook away."""
+from torch.utils.hooks import RemovableHandle
 
 
 @dataclass(frozen=True)
@@ -24,7 +18,7 @@ class Given:
 
     tensor: int
     version: int
-    hook: Handle
+    hook: RemovableHandle
 
 
 class Call:
@@ -39,7 +33,7 @@ class Call:
         self.ref, self.name = weakref.ref(module), name
         self.inputs = 0
         self.given: list[Given] = []
-        self.handles: list[Handle] = []
+        self.handles: list[RemovableHandle] = []
 
     @property
     def module(self) -> Module | None:
@@ -88,9 +82,9 @@ def task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def hook(tensor: Any, function: Callable[[torch.Tensor], None]) -> Handle:
+def hook(tensor: Any, function: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Call a function with each gradient of a tensor."""
-    handle: Handle = tensor.register_hook(function)
+    handle: RemovableHandle = tensor.register_hook(function)
     return handle
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -17,8 +18,9 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
-from bridge.tracker.backward import Call, Frame, Given, Handle, Run, at_end, hook, task
+from bridge.tracker.backward import Call, Frame, Given, Run, at_end, hook, task
 from bridge.tracker.eager import run_eagerly
 from bridge.tracker.names import Names
 from bridge.tracker.tensors import tensors_in
@@ -53,7 +55,7 @@ class ModTracker:
         self._lock = threading.RLock()
         self._depth, self._entered, self._eager = 0, ExitStack(), False
         self._thread = _Thread()
-        self._forwards: dict[str, int] = {}
+        self._forwards = Counter[str]()
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._runs: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
 
@@ -142,7 +144,7 @@ class ModTracker:
                 self._entered.close()
                 for call in [*self._calls]:
                     call.forget()
-                self._thread, self._forwards, self._eager = _Thread(), {}, False
+                self._thread, self._forwards, self._eager = _Thread(), Counter(), False
                 self._runs.clear()
 
     def _run_eagerly(self) -> None:
@@ -182,7 +184,7 @@ class ModTracker:
         frame = Frame(module, name, call, task())
         frames.append(frame)
         with self._lock:
-            self._forwards[name] = self._forwards.get(name, 0) + 1
+            self._forwards[name] += 1
         self._pre_fw(frame, args)
         if call:
             for tensor in tensors_in(args):
@@ -206,19 +208,14 @@ class ModTracker:
         finally:
             with self._lock:
                 for ended in frames[at:]:  # those inside were left by an exception that torch does not catch
-                    self._end_forward(ended.name)
+                    self._forwards[ended.name] -= 1
+                    if self._forwards[ended.name] < 1:
+                        del self._forwards[ended.name]
                     if ended.call and not (followed and ended is frame):
                         ended.call.forget()
             del frames[at:]
         if frame.call:
             self._follow(frame.call, kwargs, output)
-
-    def _end_forward(self, name: str) -> None:
-        left = self._forwards.get(name, 0) - 1
-        if left > 0:
-            self._forwards[name] = left
-        else:
-            self._forwards.pop(name, None)
 
     def _follow(self, call: Call, kwargs: Any, output: Any) -> None:
         """Set the hooks by which a call is seen in backward.
@@ -246,7 +243,7 @@ class ModTracker:
                 call.handles.append(self._hook_input(call, tensor, call.inputs))
                 call.inputs += 1
 
-    def _hook_input(self, call: Call, tensor: torch.Tensor, at: int) -> Handle:
+    def _hook_input(self, call: Call, tensor: torch.Tensor, at: int) -> RemovableHandle:
         """Not `register_multi_grad_hook`: its hooks hold the graph that holds them, so that only `gc` frees it."""
         return hook(tensor, partial(self._input_gradient, call, at))
 

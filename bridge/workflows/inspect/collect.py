@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from bridge.core.text import named, natural, number
 from bridge.core.values import Format
@@ -229,7 +229,8 @@ class Seen:
         self.version = version_of(tensor)
         own = str(tensor.dtype).removeprefix("torch.")
         self.dtype = own if own in FLOATS else "float32"
-        self._made: dict[Any, Any] = {}
+        self._summed: dict[tuple[tuple[Blocks, ...], bool], TensorSums | DeviceSums] = {}
+        self._lost: dict[Under, LossSums] = {}
 
     @cached_property
     def bits(self) -> Array:
@@ -257,10 +258,9 @@ class Seen:
         return self.bits.size // across if columnwise else across
 
     def sums(self, blocks: tuple[Blocks, ...], magnitudes: bool) -> TensorSums | DeviceSums:
-        if (blocks, magnitudes) not in self._made:
-            self._made[blocks, magnitudes] = self._sums(blocks, magnitudes)
-        found: TensorSums | DeviceSums = self._made[blocks, magnitudes]
-        return found
+        if (blocks, magnitudes) not in self._summed:
+            self._summed[blocks, magnitudes] = self._sums(blocks, magnitudes)
+        return self._summed[blocks, magnitudes]
 
     def _sums(self, blocks: tuple[Blocks, ...], magnitudes: bool) -> TensorSums | DeviceSums:
         if not blocks and on_device.on_device(self.tensor):
@@ -270,11 +270,10 @@ class Seen:
         return made
 
     def losses(self, under: Under) -> LossSums:
-        if under not in self._made:
+        if under not in self._lost:
             made = losses(self.bits, self.dtype, under.how, amax=under.amax, columnwise=under.columnwise)
-            self._made[under] = made
-        found: LossSums = self._made[under]
-        return found
+            self._lost[under] = made
+        return self._lost[under]
 
 
 def storage(tensor: Tensor) -> tuple[Array, str]:

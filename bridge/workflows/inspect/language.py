@@ -24,44 +24,26 @@ Config = str | Path | Mapping[str, Any] | None
 FeatureDirs = str | Path | Sequence[str | Path] | None
 
 
-class RunningFeatures(Protocol):
-    """The caller's feature classes in one session."""
+class RunningFeatures:
+    """The caller's feature classes in one session; here there are none."""
 
     @property
     def notes(self) -> list[str]:
         """Notes of the inspection: classes that no section of the config names."""
+        return []
 
     def step(self, step: int) -> None:
         """Ask the classes what runs at a step."""
 
     def wanted(self, layer: str) -> frozenset[str]:
         """The tensors of a layer that a class looks at."""
+        return frozenset()
 
     def see(self, layer: Layer, name: str, tensor: Tensor) -> None:
         """Hand a tensor of a layer over."""
 
     def change(self, changes: LayerChanges) -> None:
         """Add what the classes change in a layer."""
-
-
-class NoFeatures:
-    """No feature classes."""
-
-    @property
-    def notes(self) -> list[str]:
-        return []
-
-    def step(self, step: int) -> None: ...
-
-    def wanted(self, layer: str) -> frozenset[str]:
-        return frozenset()
-
-    def see(self, layer: Layer, name: str, tensor: Tensor) -> None: ...
-
-    def change(self, changes: LayerChanges) -> None: ...
-
-
-NO_FEATURES = NoFeatures()
 
 
 class ConfigLanguage(Protocol):

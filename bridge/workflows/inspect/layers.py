@@ -104,7 +104,8 @@ def number_in(name: str) -> int | None:
 def layers_of(model: Any, source: Source | None = None) -> tuple[Layer, ...]:
     """The layers of a live model, in its order; `source`: what it was loaded from."""
     model = unwrapped(model)
-    meanings = _meanings(model, source)
+    structured = source is not None or _is_transformers(model)
+    meanings = _of_structure(model, source) if structured else dialect_meanings(model)
     return tuple(layer for name, module in model.named_modules() for layer in _layers(name, module, meanings))
 
 
@@ -137,7 +138,7 @@ def _layers(name: str, module: Any, meanings: Meanings) -> Iterator[Layer]:
     kind = _kind(module)
     meaning = meanings.get((f"{shown}.weight", None))
     if kind or (meaning and weight is not None and weight.ndim == 2 and not _is_router(meaning)):
-        yield _layer(shown, meaning, kind or LINEAR, name, fixed=why_fixed(module))
+        yield _layer(shown, meaning, kind or LINEAR, module=name, fixed=why_fixed(module))
         return
     for parameter, tensor in module._parameters.items():
         if tensor is None or tensor.ndim != 3:
@@ -148,16 +149,15 @@ def _layers(name: str, module: Any, meanings: Meanings) -> Iterator[Layer]:
                 meaning = meanings.get((key, expert)) or meanings.get((key, None))
                 if meaning is None and getattr(module, "is_transposed", False):
                     meaning = Meaning((), None, turned=True)
-                yield _layer(expert_name(shown, expert, parameter), meaning, EXPERT, name, parameter, expert, INSIDE)
+                one = expert_name(shown, expert, parameter)
+                yield _layer(one, meaning, EXPERT, module=name, parameter=parameter, expert=expert, fixed=INSIDE)
 
 
-def _layer(
-    name: str, meaning: Meaning | None, kind: str, module: str, parameter: str = "weight", expert: int | None = None,
-    fixed: str = "",
-) -> Layer:  # fmt: skip
-    number = meaning.number if meaning and meaning.number is not None else number_in(name)
-    turned = kind == CONV1D or (kind == EXPERT and meaning is not None and meaning.turned)
-    return Layer(name, meaning.roles if meaning else (), number, kind, module, parameter, expert, turned, fixed)
+def _layer(name: str, meaning: Meaning | None, kind: str, **place: Any) -> Layer:
+    """A layer with what a table says of it.  place: where the live model has its weight."""
+    said = meaning or Meaning((), None)
+    number = number_in(name) if said.number is None else said.number
+    return Layer(name, said.roles, number, kind, turned=kind == CONV1D or (kind == EXPERT and said.turned), **place)
 
 
 def _kind(module: Any) -> str:
@@ -177,12 +177,6 @@ def _kind(module: Any) -> str:
 def _is_router(meaning: Meaning) -> bool:
     """Whether a module chooses experts: its output is not that of a GEMM."""
     return any(load_roles().roles[role].kind == "router" for role in meaning.roles)
-
-
-def _meanings(model: Any, source: Source | None) -> Meanings:
-    if source is not None or _is_transformers(model):
-        return _of_structure(model, source)
-    return dialect_meanings(model)
 
 
 def _is_transformers(model: Any) -> bool:
@@ -270,9 +264,7 @@ def _readers(absent: tuple[frozenset[str], ...]) -> Iterator[Callable[[str], Can
 
 def _reader(dialect: Dialect, rows: list[DialectRow]) -> Callable[[str], Candidates | None]:
     patterns = [(row_pattern(row.name), row) for row in rows]
-    by_kind: dict[
-        str, list[tuple[re.Pattern[str], DialectRow]]
-    ] = {}  # names that differ only in numbers share their rows
+    by_kind: dict[str, list[tuple[re.Pattern[str], DialectRow]]] = {}  # names that differ in numbers share rows
 
     def read(name: str) -> Candidates | None:
         bare = dialect.bare(name)

@@ -149,16 +149,22 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Route:
-    """A feature of a section for one layer's tensor, GEMM or both; "" for every one of them."""
+class Use:
+    """A feature for one tensor, GEMM or both; "" for every one of them."""
 
-    layer: Layer
-    section: str
-    feature: str
     tensor: str
     gemm: str
     options: Options
     schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Route(Use):
+    """The use of a section's feature for a layer."""
+
+    layer: Layer
+    section: str
+    feature: str
     changes: bool = False
     own: bool = False
 

@@ -17,7 +17,7 @@ from bridge.workflows.inspect.dumps import Dumps
 from bridge.workflows.inspect.hooks.experts import ExpertsWatch
 from bridge.workflows.inspect.hooks.masks import Mask, Masks
 from bridge.workflows.inspect.hooks.watch import BACKWARD, Watch
-from bridge.workflows.inspect.language import NO_FEATURES, RunningFeatures
+from bridge.workflows.inspect.language import RunningFeatures
 from bridge.workflows.inspect.layers import EXPERT, Layer, not_listed, unwrapped
 from bridge.workflows.inspect.ranks import Ranks, own_part
 from bridge.workflows.inspect.result import Inspection, Magnitudes, Record
@@ -48,7 +48,7 @@ class Setup:
     schemes: Schemes
     about: Mapping[str, str] = field(default_factory=dict)
     simulated: Mapping[str, Simulated] = field(default_factory=dict)
-    features: RunningFeatures = NO_FEATURES
+    features: RunningFeatures = field(default_factory=RunningFeatures)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from bridge.calibration.reference_outputs import runner
-from bridge.workflows.inspect.hooks.watch import first_tensor, output_tensor
+from bridge.verification.weight_error import ErrorSums
+from bridge.workflows.inspect.hooks.watch import Watch, output_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,26 +83,22 @@ def rows_of(batches: Batches) -> list[Tensor]:
     import torch
 
     every = [_tokens(batch) for batch in batches]
-    total = sum(len(tokens) for tokens in every)
-    step = max(1, total // ROWS)
-    ends = [sum(len(tokens) for tokens in every[: at + 1]) for at in range(len(every))]
+    step = max(1, sum(map(len, every)) // ROWS)
     return [
         tokens[torch.arange(-(end - len(tokens)) % step, len(tokens), step)]
-        for tokens, end in zip(every, ends, strict=True)
+        for tokens, end in zip(every, accumulate(map(len, every)), strict=True)
     ]
 
 
 def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> Difference:
     """Compare rows, in float64."""
-    x2 = y2 = xy = error = 0.0
+    sums = ErrorSums()
     for x, y in zip(expected, found, strict=True):
         one, other = x.double(), y.double()
-        x2, y2, xy = x2 + float(one.square().sum()), y2 + float(other.square().sum()), xy + float((one * other).sum())
-        error += float((other - one).square().sum())
-    both = math.sqrt(x2) * math.sqrt(y2)
-    ratio = math.sqrt(y2 / x2) if x2 else (1.0 if not y2 else math.inf)
-    sqnr = None if error == 0 else 10 * math.log10(x2 / error) if x2 and math.isfinite(error) else -math.inf
-    return Difference(sqnr, xy / both if both else float(x2 == y2), ratio)
+        dot, source, decoded = float((one * other).sum()), float(one.square().sum()), float(other.square().sum())
+        sums += ErrorSums(dot, source, decoded, float((other - one).square().sum()))
+    noise = sums.sqnr if math.isfinite(sums.error) else -math.inf
+    return Difference(noise if sums.error else None, sums.cosine, sums.norm_ratio)
 
 
 @dataclass
@@ -115,46 +114,23 @@ def _run(model: Any, batches: Batches, chosen: Sequence[Tensor], with_inputs: fr
     found: dict[str, _Rows] = {}
     run = runner(model)
     for batch, rows in zip(batches, chosen, strict=True):
-        tokens = len(_tokens(batch, padding=True))
-
-        def keep(kept: list[Tensor], tensor: Tensor | None, rows: Tensor = rows, tokens: int = tokens) -> bool:
-            if tensor is None or not tensor.is_floating_point() or tensor.ndim < 2:
-                return False
-            flat = tensor.detach().reshape(-1, tensor.shape[-1])
-            if len(flat) != tokens:
-                return False
-            kept.append(flat[rows.to(flat.device)].float().cpu())
-            return True
-
-        with _hooked(model, with_inputs, found, keep):
+        keep = partial(_keep, found, rows, len(_tokens(batch, padding=True)))
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                if name:
+                    wanted = {"activation", "output"} if name in with_inputs else {"output"}
+                    hooks.callback(Watch(module, frozenset(wanted), partial(keep, name)).detach)
             run(batch)
     return {name: kept for name, kept in found.items() if kept.outputs}
 
 
-@contextmanager
-def _hooked(model: Any, with_inputs: frozenset[str], found: dict[str, _Rows], keep: Any) -> Iterator[None]:
-    """Hooks on all modules but the model itself; those that quantize inputs run later."""
-    handles: list[Any] = []
-
-    def watch(name: str, module: Any) -> None:
-        def before(_: Any, inputs: Any, keywords: Any) -> None:
-            if name in with_inputs:
-                keep(found.setdefault(name, _Rows()).inputs, first_tensor(inputs, keywords)[1])
-
-        def after(_: Any, __: Any, output: Any) -> None:
-            keep(found.setdefault(name, _Rows()).outputs, output_tensor(output))
-
-        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(after))
-
-    try:
-        for name, module in model.named_modules():
-            if name:
-                watch(name, module)
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _keep(found: dict[str, _Rows], rows: Tensor, tokens: int, module: str, name: str, tensor: Tensor, _: Any) -> None:
+    """Keep the chosen rows of what goes into a module or comes out, if it has one for each token."""
+    kept = found.setdefault(module, _Rows())
+    if tensor.is_floating_point() and tensor.ndim > 1:
+        flat = tensor.reshape(-1, tensor.shape[-1])
+        if len(flat) == tokens:
+            (kept.outputs if name == "output" else kept.inputs).append(flat[rows.to(flat.device)].float().cpu())
 
 
 def _alone(module: Any, own: _Rows) -> Difference | None:

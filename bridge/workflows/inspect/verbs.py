@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from bridge.reporting.make import link_inspection
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import pruned_again
 from bridge.sources.source import Source
-from bridge.workflows.inspect.changes.layer_changes import Simulated
 from bridge.workflows.inspect.changes.simulation import as_written, formats_of, simulated
 from bridge.workflows.inspect.collect import Schemes
 from bridge.workflows.inspect.dumps import check_place, dumps_of
@@ -124,7 +123,8 @@ def inspect(
             "config": config, "quant": quant, "calib": calib, "steps": steps, "gradients": gradients or None,
             "device": device, "feature_dirs": feature_dirs, "cost": cost or None, "sink": sink,
         }  # fmt: skip
-        _check_against(own)
+        if given := [name for name, value in own.items() if value is not None]:
+            raise UsageError(f"{given[0]}= does not go with against= (--against), which compares with what was written")
         found = _compare_written(model, written_at(against), data, sampling, tokenizer, nan, callback)
         if place is not None:
             save(found, place, overwrite)
@@ -146,7 +146,9 @@ def inspect(
     formats = formats_of(scheme, structure.sites, skeleton, source.specs) if scheme else None
     calibration = calibration_of(calib) or saved
     schemes = Schemes(scheme, formats, static_amax(calibration, layers, scheme))
-    quantized = _quantized(layers, schemes, calibration, bool(wrote))
+    quantized = simulated(layers, formats, calibration, schemes) if formats else {}
+    if wrote and scheme:  # its weights are quantized
+        quantized = as_written(quantized, scheme, schemes)
     whole = len((*made.batches, *made.held_out))
     _check_due(routing, min(whole, steps or whole))
     dumps = dumps_of(routing, place, overwrite)
@@ -160,20 +162,6 @@ def inspect(
         if dumps:
             dumps.remove()
     return found
-
-
-def _check_against(others: Mapping[str, Any]) -> None:
-    """UsageError for an argument that a comparison with an output does not take."""
-    if given := [name for name, value in others.items() if value is not None]:
-        raise UsageError(f"{given[0]}= does not go with against= (--against), which compares with what was written")
-
-
-def _quantized(
-    layers: Sequence[Layer], schemes: Schemes, calibration: Calibration | None, written: bool
-) -> Mapping[str, Simulated]:
-    """The layers that run quantized by the scheme of the session; `written`: as the output that names it has them."""
-    quantized = simulated(layers, schemes.formats, calibration, schemes) if schemes.formats else {}
-    return as_written(quantized, schemes.session, schemes) if written and schemes.session else quantized
 
 
 def _check_backward(routing: Routing, gradients: bool, source: Source) -> None:

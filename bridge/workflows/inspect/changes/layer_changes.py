@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DISABLING = ("DisableQuantizationGEMM", "DisableQuantizationLayer")
+Make = Callable[["Tensor"], "Tensor"]  # another one of the same shape and dtype; does not write into what it gets
 CHANGING = ("FakeQuant", "PerTensorScaling", *DISABLING)
 
 
@@ -52,12 +53,6 @@ def as_tensor(values: Array, like: Tensor) -> Tensor:
     import torch
 
     return torch.from_numpy(values).to(like.device, like.dtype)
-
-
-class Make(Protocol):
-    """Makes another tensor of the same shape and dtype, and does not write into the one that it gets."""
-
-    def __call__(self, tensor: Tensor, /) -> Tensor: ...
 
 
 @dataclass

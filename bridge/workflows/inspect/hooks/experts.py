@@ -7,6 +7,7 @@ operand lies in the memory of a stack is that of one expert, or of all of them, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,23 +34,18 @@ class ExpertsWatch:
     def __init__(self, module: Any, wanted: Mapping[Layer, frozenset[str]], see: See) -> None:
         self._module, self._see, self._weights_seen = module, see, False
         self._wanted = {(layer.parameter, layer.expert): (layer, names) for layer, names in wanted.items()}
-        self._handles: list[Any] = []
-        self._config, self._ran_as = _run_plainly(module)
+        self._hooks = ExitStack()
+        _run_plainly(module, self._hooks)
         for name in dict.fromkeys(layer.parameter for layer in wanted):
             stack = module._parameters[name]
             if stack.requires_grad and any("wgrad" in names for layer, names in wanted.items()):
-                self._handles.append(stack.register_hook(partial(self._tell_all, name, "wgrad")))
+                self._hooks.enter_context(stack.register_hook(partial(self._tell_all, name, "wgrad")))
         self._forward = Forward(module, self._run)
+        self._hooks.callback(self._forward.remove)
 
     def detach(self) -> None:
         """Give the module its own forward back, and take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._forward.remove()
-        if self._config is not None:
-            self._config._experts_implementation = self._ran_as
-            self._config = None
+        self._hooks.close()
 
     def product(self, multiply: Callable[[Tensor], Any], x: Any, parameter: str, rows: Rows) -> Any:
         """Multiply, and tell the operands and the result of each expert."""
@@ -59,12 +55,12 @@ class ExpertsWatch:
             told("activation", x)
         if "dgrad" in names and needs_gradient(x):
             x = x.view_as(x)  # of the input itself, the gradient would hold what other products add
-            self._handles.append(x.register_hook(partial(told, "dgrad")))
+            self._hooks.enter_context(x.register_hook(partial(told, "dgrad")))
         result = multiply(x)
         if not in_backward():
             told("output", result)
         if "gradient" in names and needs_gradient(result):
-            self._handles.append(result.register_hook(partial(told, "gradient")))
+            self._hooks.enter_context(result.register_hook(partial(told, "gradient")))
         return result
 
     def _run(self, *inputs: Any, **keywords: Any) -> Any:
@@ -92,14 +88,13 @@ class ExpertsWatch:
                 self._see(layer, name, matrix.t() if layer.turned else matrix)
 
 
-def _run_plainly(module: Any) -> tuple[Any, Any]:
-    """Let transformers run a module so that its products are seen; returns what to undo."""
-    config = getattr(module, "config", None)
+def _run_plainly(module: Any, until: ExitStack) -> None:
+    """Let transformers run a module so that its products are seen, until a stack is closed."""
+    config: Any = getattr(module, "config", None)
     ran_as = getattr(config, "_experts_implementation", None)
-    if ran_as is None or ran_as in SEEN_AS_THEY_RUN:
-        return None, None
-    config._experts_implementation = "eager"  # type: ignore[union-attr]
-    return config, ran_as
+    if ran_as is not None and ran_as not in SEEN_AS_THEY_RUN:
+        config._experts_implementation = "eager"
+        until.callback(setattr, config, "_experts_implementation", ran_as)
 
 
 def _experts_of(weight: Tensor, stack: Tensor) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from bridge.workflows.inspect.layers import unwrapped
 if TYPE_CHECKING:
     from torch import Tensor
 
+MASK = "attention_mask"
 SHAPE = "attention_mask has no row a sequence and column a token"
 ORDER = "its rows are not certainly the tokens of attention_mask"
 
@@ -66,21 +68,21 @@ class Masks:
     """Hooks that report the attention mask of a forward; those of a copy of the model do nothing."""
 
     def __init__(self, model: Any = None) -> None:
-        self._model, self._forward, self._handles = model, _Forward(), list[Any]()
-        self._at = None if model is None else positions_of(model, "attention_mask")
-        self._batch_first = model is not None and type(unwrapped(model)).__module__.startswith("transformers.")
+        self._model, self._forward, self._hooks = model, _Forward(), ExitStack()
+        inner = unwrapped(model) if model is not None else None
+        names = [] if inner is None else list(inspect.signature(inner.forward).parameters)
+        self._at = names.index(MASK) if MASK in names else None
+        self._batch_first = type(inner).__module__.startswith("transformers.")
 
     def __reduce__(self) -> Any:
         return Masks, ()
 
     def attach(self) -> None:
-        before = self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        self._handles += [before, self._model.register_forward_hook(self._end, always_call=True)]
+        self._hooks.enter_context(self._model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        self._hooks.enter_context(self._model.register_forward_hook(self._end, always_call=True))
 
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self._forward = _Forward()
 
     def current(self) -> Mask | None:
@@ -89,14 +91,8 @@ class Masks:
 
     def _begin(self, _: Any, inputs: Sequence[Any], keywords: dict[str, Any]) -> None:
         at = self._at
-        given = inputs[at] if at is not None and at < len(inputs) else keywords.get("attention_mask")
+        given = inputs[at] if at is not None and at < len(inputs) else keywords.get(MASK)
         self._forward.mask = self._forward.last = mask_of(given, self._batch_first)
 
     def _end(self, *_: Any) -> None:
         self._forward.mask = None
-
-
-def positions_of(model: Any, argument: str) -> int | None:
-    """The place of an argument of a model's forward; None if it has none of that name."""
-    names = list(inspect.signature(unwrapped(model).forward).parameters)
-    return names.index(argument) if argument in names else None

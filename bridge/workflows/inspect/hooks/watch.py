@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -73,24 +74,22 @@ class Watch:
 
     def __init__(self, module: Any, wanted: frozenset[str], see: See, note: Callable[[], Any] = _nothing) -> None:
         self._wanted, self._see, self._note, self._weight_seen = wanted, see, note, False
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         if wanted & {"activation", "weight", "dgrad"}:  # before hooks that quantize inputs
-            self._handles.append(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
+            self._hooks.enter_context(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
         if wanted & {"output", "gradient"}:
-            self._handles.append(module.register_forward_hook(self._after))
-        weight = getattr(module, "weight", None)
-        if "wgrad" in wanted and weight is not None and weight.requires_grad:
+            self._hooks.enter_context(module.register_forward_hook(self._after))
+        weight = getattr(module, "weight", None) if "wgrad" in wanted else None
+        if weight is not None and weight.requires_grad:
             turned = is_turned(module)
-            self._handles.append(weight.register_hook(lambda g: self._tell("wgrad", g.t() if turned else g, None)))
+            self._hooks.enter_context(weight.register_hook(lambda g: self._tell("wgrad", g.t() if turned else g, None)))
 
     def __reduce__(self) -> Any:
         return Watch, (None, frozenset(), _nothing)  # of a copy of the module: it sees nothing
 
     def detach(self) -> None:
         """Take the hooks away, also those that wait for a gradient."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
 
     def _before(self, module: Any, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         (at, found), note = first_tensor(inputs, keywords), self._note()
@@ -104,7 +103,7 @@ class Watch:
             return None
         # of the input itself, the gradient would hold what other modules that read it add
         own: Any = found.view_as(found)
-        self._handles.append(own.register_hook(lambda gradient: self._tell("dgrad", gradient, note)))
+        self._hooks.enter_context(own.register_hook(lambda gradient: self._tell("dgrad", gradient, note)))
         if isinstance(at, int):
             return (*inputs[:at], own, *inputs[at + 1 :]), keywords
         return inputs, {**keywords, str(at): own}
@@ -117,7 +116,7 @@ class Watch:
         if "output" in self._wanted and not in_backward():
             self._tell("output", found, note)
         if "gradient" in self._wanted and needs_gradient(found):
-            self._handles.append(found.register_hook(lambda gradient: self._tell("gradient", gradient, note)))
+            self._hooks.enter_context(found.register_hook(lambda gradient: self._tell("gradient", gradient, note)))
 
     def _tell(self, name: str, tensor: Tensor, note: Any) -> None:
         self._see(name, tensor.detach(), note)

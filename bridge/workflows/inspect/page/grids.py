@@ -47,12 +47,11 @@ class Cell:
 
 def grids(inspection: Inspection) -> Section:
     """A grid for each scheme and tensor."""
-    plots = [_of_records(name, records) for name, records in losses_by_scheme(inspection).items()]
+    plots = [
+        grid(name, [Cell(record.layer, record.role, record.value) for record in records])
+        for name, records in losses_by_scheme(inspection).items()
+    ]
     return Section("grid", "Signal to noise by layer and kind", [NOISE] if plots else [], plots=plots)
-
-
-def _of_records(title: str, records: Sequence[Record]) -> Plot:
-    return grid(title, [Cell(record.layer, record.role, record.value) for record in records])
 
 
 def grid(title: str, cells: Sequence[Cell]) -> Plot:

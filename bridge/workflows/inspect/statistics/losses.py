@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 
@@ -35,18 +35,18 @@ class LossSums:
     so small.
     """
 
-    numel: float = 0
-    not_finite: float = 0
-    nonzero: float = 0
-    kept: float = 0
-    beyond: float = 0
-    source: float = 0
-    decoded: float = 0
-    error: float = 0
-    largest: float = 0
-    scales: float = 0
-    logs: float = 0
-    about: float = 0
+    numel: float = 0.0
+    not_finite: float = 0.0
+    nonzero: float = 0.0
+    kept: float = 0.0
+    beyond: float = 0.0
+    source: float = 0.0
+    decoded: float = 0.0
+    error: float = 0.0
+    largest: float = 0.0
+    scales: float = 0.0
+    logs: float = 0.0
+    about: float = 0.0
     least_scale: float = math.inf
     largest_scale: float = -math.inf
     raised: float = 0
@@ -98,44 +98,25 @@ def losses(
         clean = arrays.transposed(clean)
     static = amax or how.amax
     bound = static if static and how.static else math.inf
-    by, total = coder(clean, dtype, how, static or largest), _Total(clean.size, bad, bound)
+    by, total = coder(clean, dtype, how, static or largest), LossSums(clean.size, bad)
     stored = StoredCodes(how.numeric, by.blocks, by.packed, PLAIN, by.above)
     comparer = Comparer(stored, dtype, largest=True)
     for piece in by.pieces(clean):
-        total.add(by, piece, comparer)
-    return total.sums()
+        total = total.merged(_of_piece(by, piece, comparer, bound))
+        if by.blocks.down < by.blocks.rows or not total.scales:  # one of all rows comes with each piece
+            total = total.merged(_of_scales(by, piece))
+    return total
 
 
-@dataclass
-class _Total:
-    """Adds pieces of one tensor."""
-
-    numel: int
-    not_finite: int
-    bound: float
-    nonzero: int = 0
-    kept: int = 0
-    beyond: int = 0
-    raised: int = 0
-    errors: ErrorSums = field(default_factory=ErrorSums)
-    scales: LossSums = field(default_factory=LossSums)
-
-    def add(self, by: Coder, piece: Piece, comparer: Comparer) -> None:
-        scratch = np.empty(piece.bits.size if by.dtype == "float16" else 0, np.uint32)
-        some, more = overflowing(arrays.readable(piece.bits, by.dtype, scratch), self.bound)
-        self.nonzero += some
-        self.beyond += more if self.bound < math.inf else 0
-        self.kept += _kept(by, piece)
-        self.errors += comparer.rows(piece.bits, piece.codes, piece.stored)
-        if by.blocks.down < by.blocks.rows or not self.scales.scales:  # one of all rows comes with each piece
-            self.scales = self.scales.merged(_of_scales(by, piece))
-        self.raised += _raised(by, piece)
-
-    def sums(self) -> LossSums:
-        e, s = self.errors, self.scales
-        counts = self.numel, self.not_finite, self.nonzero, self.kept, self.beyond
-        moments = e.source, e.decoded, e.error, e.largest, s.scales, s.logs, s.about, s.least_scale, s.largest_scale
-        return LossSums(*map(float, (*counts, *moments, self.raised)))
+def _of_piece(by: Coder, piece: Piece, comparer: Comparer, bound: float) -> LossSums:
+    """The sums of a piece, but those of its scales.  bound: what a static scale reaches."""
+    scratch = np.empty(piece.bits.size if by.dtype == "float16" else 0, np.uint32)
+    some, more = overflowing(arrays.readable(piece.bits, by.dtype, scratch), bound)
+    errors = comparer.rows(piece.bits, piece.codes, piece.stored)
+    return LossSums(
+        nonzero=some, kept=_kept(by, piece), beyond=more if bound < math.inf else 0, source=errors.source,
+        decoded=errors.decoded, error=errors.error, largest=errors.largest, raised=_raised(by, piece),
+    )  # fmt: skip
 
 
 def _kept(by: Coder, piece: Piece) -> int:
@@ -177,43 +158,24 @@ def _raised(by: Coder, piece: Piece) -> int:
     return int(np.count_nonzero((quotient > 0) & (quotient < _LEAST_SCALE)))
 
 
-def _share(count: Callable[[LossSums], float], of: Callable[[LossSums], float]) -> Callable[[LossSums], float]:
-    return lambda sums: 100 * count(sums) / of(sums) if of(sums) else math.nan
-
-
-def mse(sums: LossSums) -> float:
-    """|v - x|^2 / numel."""
-    return sums.error / sums.numel if sums.numel else math.nan
-
-
-def scale_std(sums: LossSums) -> float:
-    """The standard deviation of log2 of the scales of blocks that are not all 0, in octaves; 0 of one scale."""
-    return math.sqrt(sums.about / sums.scales) if sums.scales else math.nan
-
-
-def _seen(value: Callable[[LossSums], float]) -> Callable[[LossSums], float]:
-    return lambda sums: value(sums) if sums.numel else math.nan
-
-
-def _of_some_scale(value: Callable[[LossSums], float]) -> Callable[[LossSums], float]:
-    return lambda sums: value(sums) if sums.scales else math.nan
-
-
 LOSSES: dict[str, Callable[[LossSums], float]] = {
-    "underflows%": _share(lambda sums: sums.nonzero - sums.kept, lambda sums: sums.numel),
-    "overflows%": _share(lambda sums: sums.beyond, lambda sums: sums.numel),
-    "mse": mse,
-    "sqnr": _seen(lambda sums: sums.errors.sqnr),  # 10 log10(|x|^2 / |v - x|^2), in dB
-    "cosine": _seen(lambda sums: sums.errors.cosine),  # x.v / (|x| |v|)
-    "norm_ratio": _seen(lambda sums: sums.errors.norm_ratio),  # |v| / |x|
-    "max_error": _seen(lambda sums: sums.largest),
-    "scale_min": _of_some_scale(lambda sums: sums.least_scale),
-    "scale_max": _of_some_scale(lambda sums: sums.largest_scale),
-    "scale_std": scale_std,
-    "scale_underflows%": _share(lambda sums: sums.raised, lambda sums: sums.scales),
+    "underflows%": lambda sums: 100 * (sums.nonzero - sums.kept) / sums.numel,
+    "overflows%": lambda sums: 100 * sums.beyond / sums.numel,
+    "mse": lambda sums: sums.error / sums.numel,
+    "sqnr": lambda sums: sums.errors.sqnr,  # 10 log10(|x|^2 / |v - x|^2), in dB
+    "cosine": lambda sums: sums.errors.cosine,  # x.v / (|x| |v|)
+    "norm_ratio": lambda sums: sums.errors.norm_ratio,  # |v| / |x|
+    "max_error": lambda sums: sums.largest,
+    "scale_min": lambda sums: sums.least_scale,
+    "scale_max": lambda sums: sums.largest_scale,
+    # of log2 of the scales of blocks that are not all 0, in octaves; 0 of one scale
+    "scale_std": lambda sums: math.sqrt(sums.about / sums.scales),
+    "scale_underflows%": lambda sums: 100 * sums.raised / sums.scales,
 }
 
 
 def loss(sums: LossSums, stat: str) -> float:
-    """Return a statistic by its name in `LOSSES`; NaN, but of scales, where a number is NaN or infinite."""
-    return math.nan if sums.not_finite and not stat.startswith("scale_") else LOSSES[stat](sums)
+    """Return a statistic by its name in `LOSSES`; NaN of nothing, and but of scales where a number is not finite."""
+    of_scales = stat.startswith("scale_")
+    some = sums.scales if of_scales else sums.numel and not sums.not_finite
+    return LOSSES[stat](sums) if some else math.nan

@@ -15,7 +15,7 @@ import numpy as np
 
 import bridge._kernels.moments as kernel
 from bridge.quant.codec.arrays import Array
-from bridge.workflows.inspect.statistics.sums import Blocks, TensorSums
+from bridge.workflows.inspect.statistics.sums import TensorSums
 
 _PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d{1,6})?|100)", re.ASCII)
 HISTOGRAM = "histogram"  # of `histogram`: bins, not a number
@@ -27,48 +27,11 @@ def _quotient(a: float, b: float) -> float:
     return a / b if b else math.nan
 
 
-def minimum(sums: TensorSums) -> float:
-    """min x."""
-    return sums[kernel.MIN] + 0.0 if sums.finite else math.nan  # -0 becomes 0
-
-
-def maximum(sums: TensorSums) -> float:
-    """max x."""
-    return sums[kernel.MAX] + 0.0 if sums.finite else math.nan
-
-
 def amax(sums: TensorSums) -> float:
     """max |x|; infinite if an infinity was seen."""
     if sums[kernel.INF]:
         return math.inf
     return sums[kernel.AMAX] if sums.finite else math.nan
-
-
-def amin(sums: TensorSums) -> float:
-    """The least |x| but 0; 0 if all are 0."""
-    if not sums.finite:
-        return math.nan
-    return sums[kernel.AMIN] if sums[kernel.AMAX] else 0.0
-
-
-def mean(sums: TensorSums) -> float:
-    """S / n."""
-    return _quotient(sums[kernel.SUM], sums.finite)
-
-
-def l1_norm(sums: TensorSums) -> float:
-    """sum |x|."""
-    return sums[kernel.ABS] if sums.finite else math.nan
-
-
-def l2_norm(sums: TensorSums) -> float:
-    """sqrt(Q)."""
-    return math.sqrt(sums[kernel.SQUARES]) if sums.finite else math.nan
-
-
-def rms(sums: TensorSums) -> float:
-    """sqrt(Q / n)."""
-    return math.sqrt(sums[kernel.SQUARES] / sums.finite) if sums.finite else math.nan
 
 
 def std(sums: TensorSums) -> float:
@@ -82,20 +45,11 @@ def std(sums: TensorSums) -> float:
 
 def dynamic_range(sums: TensorSums) -> float:
     """log2 max |x| - log2 min |x| but 0, in octaves; 0 if all are 0 (infinite in Transformer Engine 2.20)."""
-    if not sums.finite:
-        return math.nan
     return math.log2(sums[kernel.AMAX]) - math.log2(sums[kernel.AMIN]) if sums[kernel.AMAX] else 0.0
-
-
-def kurtosis(sums: TensorSums) -> float:
-    """n sum x^4 / Q^2: 3 for a Gaussian about 0, more with outliers."""
-    return _quotient(sums.finite * sums[kernel.FOURTHS], sums[kernel.SQUARES] ** 2)
 
 
 def outlier_ratio(sums: TensorSums) -> float:
     """max |x| / p99.9 of finite values; 1 if all are 0, infinite if 99.9 % are."""
-    if not sums.finite:
-        return math.nan
     most = percentile(sums, Fraction("99.9"))
     if most:
         return sums[kernel.AMAX] / most
@@ -107,19 +61,24 @@ def _share(place: int) -> Callable[[TensorSums], float]:
     return lambda sums: _quotient(100 * sums[place], sums.numel)
 
 
+def _of_finite(value: Callable[[TensorSums], float]) -> Callable[[TensorSums], float]:
+    return lambda sums: value(sums) if sums.finite else math.nan
+
+
 STATISTICS: dict[str, Callable[[TensorSums], float]] = {
-    "min": minimum,
-    "max": maximum,
+    "min": _of_finite(lambda sums: sums[kernel.MIN] + 0.0),  # -0 becomes 0
+    "max": _of_finite(lambda sums: sums[kernel.MAX] + 0.0),
     "cur_amax": amax,
-    "amin": amin,
-    "mean": mean,
+    "amin": _of_finite(lambda sums: sums[kernel.AMIN] if sums[kernel.AMAX] else 0.0),  # the least |x| but 0, or 0
+    "mean": _of_finite(lambda sums: sums[kernel.SUM] / sums.finite),
     "std": std,
-    "rms": rms,
-    "l1_norm": l1_norm,
-    "l2_norm": l2_norm,
-    "dynamic_range": dynamic_range,
-    "kurtosis": kurtosis,
-    "outlier_ratio": outlier_ratio,
+    "rms": _of_finite(lambda sums: math.sqrt(sums[kernel.SQUARES] / sums.finite)),
+    "l1_norm": _of_finite(lambda sums: sums[kernel.ABS]),
+    "l2_norm": _of_finite(lambda sums: math.sqrt(sums[kernel.SQUARES])),
+    "dynamic_range": _of_finite(dynamic_range),
+    # n sum x^4 / Q^2: 3 for a Gaussian about 0, more with outliers
+    "kurtosis": lambda sums: _quotient(sums.finite * sums[kernel.FOURTHS], sums[kernel.SQUARES] ** 2),
+    "outlier_ratio": _of_finite(outlier_ratio),
     "numel": lambda sums: float(sums.numel),
     "zeros%": _share(kernel.ZEROS),
     "nan%": _share(kernel.NAN),
@@ -136,9 +95,10 @@ def statistic(sums: TensorSums, name: str) -> float:
     """Return a statistic by its name: of `STATISTICS`, "p99.9", or the name of one of the sums' `Blocks`."""
     if name in STATISTICS:
         return STATISTICS[name](sums)
-    for blocks in sums.blocks:
+    for at, blocks in enumerate(sums.blocks):
         if blocks.name == name:
-            return blockwise_range(sums, blocks)
+            # the largest of the blocks' log2 max |x| - log2 min |x| but 0; a block of zeros has 0
+            return math.log2(sums.widest[at]) if sums.finite else math.nan
     percent = _percentile_of(name)
     assert percent is not None, f"{name} is not a number: see `histogram`"
     return percentile(sums, percent)
@@ -148,11 +108,6 @@ def _percentile_of(name: str) -> Fraction | None:
     match = _PERCENTILE.fullmatch(name)
     percent = Fraction(match[1]) if match else Fraction(0)
     return percent or None
-
-
-def blockwise_range(sums: TensorSums, blocks: Blocks) -> float:
-    """The largest of the blocks' log2 max |x| - log2 min |x| but 0; a block of zeros has 0."""
-    return math.log2(sums.widest[sums.blocks.index(blocks)]) if sums.finite else math.nan
 
 
 def percentile(sums: TensorSums, percent: Fraction) -> float:

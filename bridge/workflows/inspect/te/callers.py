@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.core.errors import InspectError
 from bridge.workflows.inspect.changes.layer_changes import LayerChanges, Make
+from bridge.workflows.inspect.language import RunningFeatures
 from bridge.workflows.inspect.layers import Layer
 from bridge.workflows.inspect.routes import GEMMS, GEMMS_OF, TAKES, TENSORS, Route, Routing
 from bridge.workflows.inspect.te.classes import FeatureClass, unnamed
@@ -20,7 +21,7 @@ Place = tuple[str, str, str]  # call, tensor, GEMM; "" for none
 
 
 @dataclass
-class CallersFeatures:
+class CallersFeatures(RunningFeatures):
     """The classes that a config names, for the layers of a session. `step` asks what runs at a step.
 
     A class hears of a layer again at the step that it named, and never after None. `quantizes`: layers whose operands
@@ -63,18 +64,10 @@ class CallersFeatures:
         """Hand a tensor over, with what its GEMMs take, dequantized."""
         for route in self._running.get((layer.name, ("inspect_tensor", name, "")), ()):
             row, column = (self._taken(layer.name, gemm, name, tensor) for gemm in GEMMS_OF.get(name, ("", "")))
-            taken = {"rowwise_quantized_tensor": row, "columnwise_quantized_tensor": column}
-            by = self._quantizer(layer.name, name)
             self._call(
-                route,
-                "inspect_tensor",
-                tensor_name=name,
-                tensor=tensor,
-                quantizer=by,
-                tp_group=None,
-                tp_size=1,
-                **taken,
-            )
+                route, "inspect_tensor", tensor_name=name, tensor=tensor, quantizer=self._quantizer(layer.name, name),
+                tp_group=None, tp_size=1, rowwise_quantized_tensor=row, columnwise_quantized_tensor=column,
+            )  # fmt: skip
 
     def change(self, changes: LayerChanges) -> None:
         """Add the changes of the classes to a layer, and show them the operands of its GEMMs."""
@@ -101,8 +94,7 @@ class CallersFeatures:
         asked = call if call == "fp8_gemm_enabled" else f"{call}_enabled"
         words = {"tensor_name": name} if name else {}
         words |= {"gemm": gemm} if gemm else {}
-        config = route.options.config()
-        now, later = self.classes[route.feature].ask(asked, config, route.layer.name, self.current, **words)
+        now, later = self.classes[route.feature].ask(asked, route, self.current, **words)
         self._next[route, place] = later
         return not now if call == "fp8_gemm_enabled" else now
 
@@ -131,8 +123,7 @@ class CallersFeatures:
         return made
 
     def _call(self, route: Route, call: str, **words: Any) -> Any:
-        config = route.options.config()
-        return self.classes[route.feature].call(call, config, route.layer.name, iteration=self.current, **words)
+        return self.classes[route.feature].call(call, route, self.current, **words)
 
     def _quantizer(self, layer: str, name: str) -> Make | None:
         """How the session's scheme quantizes a tensor."""

@@ -12,38 +12,29 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from bridge.core.errors import InspectError, UsageError
-from bridge.workflows.inspect.te.features import CALLS, KINDS, OwnFeature
+from bridge.workflows.inspect.routes import Route
+from bridge.workflows.inspect.te.features import CALLS, KINDS
+from bridge.workflows.inspect.te.where import OwnFeature
 
 ROUTED = ("modify_tensor", "inspect_tensor", "inspect_tensor_postquantize")  # each has a call that enables it
 Answer = tuple[bool, int | None]  # whether the feature runs at this step, and the next step to ask at; None: never
 
 
 @dataclass(frozen=True)
-class FeatureClass:
-    """An object of a class of the caller's, with any of `CALLS`."""
+class FeatureClass(OwnFeature):
+    """An object of a class of the caller's."""
 
-    name: str
     path: Path
     object: Any
 
-    @cached_property
-    def calls(self) -> frozenset[str]:
-        return frozenset(call for call in CALLS if callable(getattr(self.object, call, None)))
-
-    @property
-    def own(self) -> OwnFeature:
-        """What a config needs to know of it."""
-        return OwnFeature(self.name, self.calls)
-
-    def ask(self, call: str, config: dict[str, Any], layer: str, step: int, **words: Any) -> Answer:
+    def ask(self, call: str, route: Route, step: int, /, **words: Any) -> Answer:
         """Ask a routing call; a bare bool means that it is asked again at the next step."""
-        told = self.call(call, config, layer, iteration=step, **words)
+        told = self.call(call, route, step, **words)
         match told:
             case bool():
                 return told, step + 1
@@ -52,28 +43,28 @@ class FeatureClass:
             case (bool(now), int(later)) if later > step:
                 return now, later
         raise InspectError(
-            f"{self._at(call, layer)}: returned {told!r}; expected (True or False, the next step to ask at after "
+            f"{self._at(call, route)}: returned {told!r}; expected (True or False, the next step to ask at after "
             f"{step}, or None for never)"
         )
 
-    def call(self, call: str, config: dict[str, Any], layer: str, **words: Any) -> Any:
+    def call(self, call: str, route: Route, step: int, /, **words: Any) -> Any:
         """Call it with those keywords that it takes; InspectError with the cause if it raises.
 
         `gemm` and `rowwise` are two words of one thing, of which versions of Transformer Engine document one and hand
         over the other.
         """
         function = getattr(self.object, call)
-        taken = _keywords(function)
+        taken, words = _keywords(function), {"iteration": step, **words}
         given = words if taken is None else {name: value for name, value in words.items() if name in taken}
         try:
-            return function(config, layer, **given)
+            return function(route.options.config(), route.layer.name, **given)
         except InspectError:
             raise
         except Exception as error:
-            raise InspectError(f"{self._at(call, layer)}: {type(error).__name__}: {error}") from error
+            raise InspectError(f"{self._at(call, route)}: {type(error).__name__}: {error}") from error
 
-    def _at(self, call: str, layer: str) -> str:
-        return f"feature {self.name} ({self.path}), {call} of layer {layer}"
+    def _at(self, call: str, route: Route) -> str:
+        return f"feature {self.name} ({self.path}), {call} of layer {route.layer.name}"
 
 
 def load_features(folders: str | Path | Sequence[str | Path] | None) -> Mapping[str, FeatureClass]:
@@ -103,11 +94,6 @@ def load_features(folders: str | Path | Sequence[str | Path] | None) -> Mapping[
     return found
 
 
-def declared(features: Mapping[str, FeatureClass]) -> list[OwnFeature]:
-    """What a config may name."""
-    return [feature.own for feature in features.values()]
-
-
 def unnamed(features: Mapping[str, FeatureClass], named: Iterable[str]) -> list[str]:
     """A note where classes were loaded and the enabled sections of a config name none of them."""
     if not features or features.keys() & {*named}:
@@ -123,13 +109,14 @@ def _classes(path: Path) -> Iterator[FeatureClass]:
         if not any(hasattr(kind, call) for call in CALLS):
             continue
         try:
-            feature = FeatureClass(name, path, kind())
+            made = kind()
         except Exception as error:
             raise InspectError(f"{path}: {name}() cannot be made: {type(error).__name__}: {error}") from error
+        calls = frozenset(call for call in CALLS if callable(getattr(made, call, None)))
         for call in ROUTED:
-            if call in feature.calls and f"{call}_enabled" not in feature.calls:
+            if call in calls and f"{call}_enabled" not in calls:
                 raise InspectError(f"{path}: {name} has {call} without {call}_enabled, so it would never run; add it")
-        yield feature
+        yield FeatureClass(name, calls, path, made)
 
 
 def _imported(path: Path) -> ModuleType:

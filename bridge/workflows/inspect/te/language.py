@@ -10,7 +10,7 @@ from bridge.workflows.inspect.language import Config, FeatureDirs
 from bridge.workflows.inspect.layers import Layer
 from bridge.workflows.inspect.routes import Routing
 from bridge.workflows.inspect.te.callers import CallersFeatures
-from bridge.workflows.inspect.te.classes import FeatureClass, declared, load_features
+from bridge.workflows.inspect.te.classes import FeatureClass, load_features
 from bridge.workflows.inspect.te.resolve import load_routing
 
 
@@ -21,7 +21,7 @@ class Language:
     classes: Mapping[str, FeatureClass]
 
     def routing(self, config: Config, layers: Sequence[Layer], session: Scheme | None) -> Routing:
-        return load_routing(config, layers, session, declared(self.classes))
+        return load_routing(config, layers, session, self.classes.values())
 
     def features(self, routing: Routing, quantized: frozenset[str]) -> CallersFeatures:
         return CallersFeatures(self.classes, routing, quantized)

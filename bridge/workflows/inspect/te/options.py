@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.core.parsing.problems import Problems
 from bridge.core.text import described, nearest
 from bridge.workflows.inspect.routes import GEMMS, Interval, Schedule
+from bridge.workflows.inspect.te.where import Where
 
 NAMING = ("tensors", "tensors_struct", "gemms", "gemms_struct")
 _ONE = {"tensors": "tensor", "gemms": "gemm"}
@@ -69,7 +69,7 @@ def names_of(words: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def check_names(
-    words: Mapping[str, Any], where: str, problems: Problems, *, tensors: tuple[str, ...] | None, keys: tuple[str, ...]
+    words: Mapping[str, Any], where: Where, *, tensors: tuple[str, ...] | None, keys: tuple[str, ...]
 ) -> None:
     """Record what is wrong with the tensors and GEMMs that a feature names.
 
@@ -77,14 +77,14 @@ def check_names(
     """
     known = {"tensors": tensors, "gemms": GEMMS}
     if "gemms" in keys and "gemms_struct" in words and "tensors" in keys:
-        _check_listed(words, "gemms", where, problems, GEMMS)
+        _check_listed(words, "gemms", where, GEMMS)
         if outside := [key for key in ("tensors", "tensors_struct") if key in words]:
-            problems.add(f"{where}: {outside[0]} stands beside gemms_struct; write it inside each entry")
+            where.add(f"{outside[0]} stands beside gemms_struct; write it inside each entry")
         for entry in structs(words, "gemms"):
-            _check_listed(entry, "tensors", f"{where}: gemms_struct: {entry.get('gemm')}", problems, tensors)
+            _check_listed(entry, "tensors", where.inside(f"gemms_struct: {entry.get('gemm')}"), tensors)
         return
     for key in keys:
-        _check_listed(words, key, where, problems, known[key])
+        _check_listed(words, key, where, known[key])
 
 
 def structs(words: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
@@ -100,68 +100,60 @@ def leaves(words: Mapping[str, Any]) -> list[Given]:
     return [{**outer, **leaf} for entry in inner for leaf in leaves(entry)] if inner else [outer]
 
 
-def _check_listed(
-    words: Mapping[str, Any], key: str, where: str, problems: Problems, known: tuple[str, ...] | None
-) -> None:
+def _check_listed(words: Mapping[str, Any], key: str, where: Where, known: tuple[str, ...] | None) -> None:
     """Record problems of `tensors` or `gemms` and its struct, one of which is needed."""
     struct, one = f"{key}_struct", _ONE[key]
     if (key in words) == (struct in words):
         text = f"{key} and {struct} are both given; write one" if key in words else f"{key} is missing"
-        problems.add(f"{where}: {text}" + (f"; known: {', '.join(known)}" if known else ""))
+        where.add(f"{text}" + (f"; known: {', '.join(known)}" if known else ""))
         return
     names: list[Any] = []
     if key in words:
         names = [words[key]] if isinstance(words[key], str) else words[key]
         if not isinstance(names, list | tuple) or not names:
             given = "an empty list" if words[key] == [] else described(words[key])
-            problems.add(f"{where}: {key} = {given}; expected a list of names")
+            where.add(f"{key} = {given}; expected a list of names")
             return
     else:
         entries = words[struct]
         if not isinstance(entries, list | tuple) or not entries or len(structs(words, key)) < len(entries):
-            problems.add(
-                f"{where}: {struct}: expected a list of entries, as in [{{{one}: {(known or ('name',))[0]}, ...}}]"
-            )
+            where.add(f"{struct}: expected a list of entries, as in [{{{one}: {(known or ('name',))[0]}, ...}}]")
             return
         if lacking := [entry for entry in entries if one not in entry]:
-            problems.add(f"{where}: {struct}: an entry without `{one}`: {', '.join(map(str, lacking[0]))}")
+            where.add(f"{struct}: an entry without `{one}`: {', '.join(map(str, lacking[0]))}")
         names = [entry[one] for entry in entries if one in entry]
         for name in dict.fromkeys(str(name) for name in names if names.count(name) > 1):
-            problems.add(f"{where}: {struct} has {name!r} twice; the first would hide the second")
+            where.add(f"{struct} has {name!r} twice; the first would hide the second")
     for name in names:
         if not isinstance(name, str) or (known and name not in known):
-            problems.add(f"{where}: {one} {described(name)} is unknown here; {nearest(str(name), known or ())}")
+            where.add(f"{one} {described(name)} is unknown here; {nearest(str(name), known or ())}")
 
 
-def parse_schedule(words: Mapping[str, Any], where: str, problems: Problems, *, excluded: bool = False) -> Schedule:
+def parse_schedule(words: Mapping[str, Any], where: Where, *, excluded: bool = False) -> Schedule:
     """Return the schedule of a feature's options; its problems are recorded.
 
     `excluded`: the end of a pair in `start_end_list` is not part of it, as in nvdlfw-inspect's own feature.
     """
-    before = problems.places
-    freq = _step(words, "freq", 1, where, problems, least=1)
+    before = where.count
+    freq = _step(words, "freq", 1, where, least=1)
     pairs = words.get("start_end_list")
     if pairs:
-        intervals = _pairs(pairs, where, problems, excluded)
+        intervals = _pairs(pairs, where, excluded)
     else:
-        first = _step(words, "start_step", 0, where, problems)
-        last = _step(words, "end_step", NO_END, where, problems, least=NO_END)
+        first = _step(words, "start_step", 0, where)
+        last = _step(words, "end_step", NO_END, where, least=NO_END)
         intervals = [(first, None if last == NO_END else last)]
     schedule = Schedule(freq, tuple(sorted(intervals, key=lambda ends: ends[0])))
-    if problems.places == before and schedule.next_due(-1) is None:
+    if where.count == before and schedule.next_due(-1) is None:
         steps = ", ".join(f"{first} to {last}" for first, last in schedule.intervals)
-        problems.add(
-            f"{where}: never due: no step from {steps} is a multiple of freq = {freq}, which counts from step 0"
-        )
+        where.add(f"never due: no step from {steps} is a multiple of freq = {freq}, which counts from step 0")
         return Schedule()
-    return schedule if problems.places == before else Schedule()
+    return schedule if where.count == before else Schedule()
 
 
-def _pairs(pairs: Any, where: str, problems: Problems, excluded: bool) -> list[Interval]:
+def _pairs(pairs: Any, where: Where, excluded: bool) -> list[Interval]:
     if not isinstance(pairs, list | tuple):
-        problems.add(
-            f"{where}: start_end_list = {described(pairs)}; expected a list of pairs, as in [[0, 20], [80, 100]]"
-        )
+        where.add(f"start_end_list = {described(pairs)}; expected a list of pairs, as in [[0, 20], [80, 100]]")
         return []
     intervals: list[Interval] = []
     for pair in pairs:
@@ -169,19 +161,19 @@ def _pairs(pairs: Any, where: str, problems: Problems, excluded: bool) -> list[I
             case [int(first), int(last)] if first >= 0 and (last == NO_END or last >= first + excluded):
                 intervals.append((first, None if last == NO_END else last - excluded))
             case _:
-                problems.add(
-                    f"{where}: start_end_list: {list(pair) if isinstance(pair, list | tuple) else described(pair)}; "
+                where.add(
+                    f"start_end_list: {list(pair) if isinstance(pair, list | tuple) else described(pair)}; "
                     f"expected a first step and a last one that is not before it, or {NO_END} for no end"
                 )
     return intervals
 
 
-def _step(words: Mapping[str, Any], key: str, otherwise: int, where: str, problems: Problems, least: int = 0) -> int:
+def _step(words: Mapping[str, Any], key: str, otherwise: int, where: Where, least: int = 0) -> int:
     value = words.get(key)
     if value is None:
         return otherwise
     if type(value) is not int or value < least:
         end = f", or {NO_END} for no end" if least == NO_END else ""
-        problems.add(f"{where}: {key} = {described(value)}; expected a whole number from {max(least, 0)} on{end}")
+        where.add(f"{key} = {described(value)}; expected a whole number from {max(least, 0)} on{end}")
         return otherwise
     return value

@@ -25,18 +25,18 @@ from bridge.core.parsing.problems import Problems
 from bridge.core.text import described, nearest
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.configs.yaml_data import MAX_BYTES, read_yaml
+from bridge.workflows.inspect.language import Config
 from bridge.workflows.inspect.te.features import (
     GENERIC,
     KINDS,
     Feature,
-    Known,
-    OwnFeature,
     clashes,
     is_enabled,
     parse_feature,
     parse_generic,
 )
 from bridge.workflows.inspect.te.selectors import Selector, parse_selector
+from bridge.workflows.inspect.te.where import Known, OwnFeature, Where
 
 NAMESPACES = ("transformer_engine", "bridge")  # of features; the second is our name of the first
 IN_MEMORY, DEFAULT = "config", "the default config"  # where a config comes from, in messages
@@ -63,10 +63,7 @@ class InspectConfig:
 
 
 def read_config(
-    config: str | Path | Mapping[str, Any] | None,
-    session: Scheme | None = None,
-    own: Iterable[OwnFeature] = (),
-    called: bool = False,
+    config: Config, session: Scheme | None = None, own: Iterable[OwnFeature] = (), called: bool = False
 ) -> InspectConfig:
     """Read a config from a file or a dict; None is the default config. InspectError lists every mistake.
 
@@ -78,26 +75,19 @@ def read_config(
     'DisableQuantizationLayer'
     """
     problems = Problems()
-    parsed = parse_config(config, problems, session, own, called)
+    parsed = parse_config(config, Known(session, {feature.name: feature for feature in own}, called), problems)
     raise_problems(parsed.where, problems)
     return parsed
 
 
-def parse_config(
-    config: str | Path | Mapping[str, Any] | None,
-    problems: Problems,
-    session: Scheme | None = None,
-    own: Iterable[OwnFeature] = (),
-    called: bool = False,
-) -> InspectConfig:
+def parse_config(config: Config, known: Known, problems: Problems) -> InspectConfig:
     """As `read_config`, but record the mistakes; sections with mistakes keep what could be read."""
-    where, content = _content(config, session)
+    where, content = _content(config, known.session)
     if not isinstance(content, Mapping):
         problems.add(f"expected sections, got {described(content)}")
         content = {}
-    known = Known(session, {feature.name: feature for feature in own}, called)
     before = problems.places
-    sections = tuple(filter(None, (_section(str(name), words, problems, known) for name, words in content.items())))
+    sections = tuple(filter(None, (_section(str(name), words, known, problems) for name, words in content.items())))
     if problems.places == before and not any(section.features or section.generic for section in sections):
         problems.add("no feature is enabled; write `enabled: True` in a section and in a feature of it")
     return InspectConfig(where, sections, _digest(content))
@@ -146,40 +136,36 @@ def _content(config: Any, session: Scheme | None) -> tuple[str, Any]:
         raise InspectError(str(error)) from error
 
 
-def _section(name: str, words: Any, problems: Problems, known: Known) -> Section | None:
-    where = f"section {name!r}"
-    if not is_enabled(words, where, problems):
+def _section(name: str, words: Any, known: Known, problems: Problems) -> Section | None:
+    where = Where(f"section {name!r}", known, problems)
+    if not is_enabled(words, where):
         return None
     names = ("enabled", "layers", *NAMESPACES, GENERIC.name)
     for key in words:
         if key not in names:
-            problems.add(f"{where}: {described(key)} is unknown{_misplaced(key, known)}; {nearest(str(key), names)}")
-    selector = parse_selector(words.get("layers"), where, problems)
+            where.add(f"{described(key)} is unknown{_misplaced(key, known)}; {nearest(str(key), names)}")
+    selector = parse_selector(words.get("layers"), where)
     features = tuple(
-        feature
-        for key, inner in _features(words, where, problems)
-        if (feature := parse_feature(key, inner, f"{where}: {key}", problems, known))
+        feature for key, inner in _features(words, where) if (feature := parse_feature(key, inner, where.inside(key)))
     )
     for one, other in combinations(features, 2):
         if places := clashes(one, other):
-            problems.add(f"{where}: {one.name} and {other.name} both change {', '.join(places)}; leave one of them out")
-    generic = (
-        parse_generic(words[GENERIC.name], f"{where}: {GENERIC.name}", problems) if GENERIC.name in words else None
-    )
+            where.add(f"{one.name} and {other.name} both change {', '.join(places)}; leave one of them out")
+    generic = parse_generic(words[GENERIC.name], where.inside(GENERIC.name)) if GENERIC.name in words else None
     return Section(name, selector, features, (generic,) if generic else ()) if selector else None
 
 
-def _features(words: Mapping[str, Any], where: str, problems: Problems) -> Iterator[tuple[str, Any]]:
+def _features(words: Mapping[str, Any], where: Where) -> Iterator[tuple[str, Any]]:
     """The features of both namespaces with their words."""
     seen: set[str] = set()
     for namespace in NAMESPACES:
         inner = words.get(namespace, {})
         if not isinstance(inner, Mapping):
-            problems.add(f"{where}: {namespace} = {described(inner)}; expected features")
+            where.add(f"{namespace} = {described(inner)}; expected features")
             continue
         for key, value in inner.items():
             if str(key) in seen:
-                problems.add(f"{where}: {key} is given under {' and '.join(NAMESPACES)}; write it once")
+                where.add(f"{key} is given under {' and '.join(NAMESPACES)}; write it once")
                 continue
             seen.add(str(key))
             yield str(key), value

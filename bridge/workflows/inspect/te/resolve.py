@@ -7,42 +7,40 @@ routing.at("model.layers.0.mlp.down_proj", "activation")
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product
-from pathlib import Path
-from typing import Any
 
 from bridge.core.parsing.problems import Problems
 from bridge.core.text import named
 from bridge.quant.schemes.scheme import Scheme
 from bridge.workflows.inspect.changes.gemms import INSTEAD
+from bridge.workflows.inspect.language import Config
 from bridge.workflows.inspect.layers import Layer, number_in
-from bridge.workflows.inspect.routes import Route, Routing
-from bridge.workflows.inspect.te.features import Feature, OwnFeature, Use, clashes
+from bridge.workflows.inspect.routes import Route, Routing, Use
+from bridge.workflows.inspect.te.features import Feature, clashes
 from bridge.workflows.inspect.te.read import InspectConfig, Section, parse_config, raise_problems
 from bridge.workflows.inspect.te.selectors import depth_of
+from bridge.workflows.inspect.te.where import Known, OwnFeature
 
 
 def load_routing(
-    config: str | Path | Mapping[str, Any] | None,
-    layers: Sequence[Layer],
-    session: Scheme | None = None,
-    own: Iterable[OwnFeature] = (),
+    config: Config, layers: Sequence[Layer], session: Scheme | None = None, own: Iterable[OwnFeature] = ()
 ) -> Routing:
     """Read a config and resolve it; one InspectError lists its own mistakes and what does not fit the model."""
     problems = Problems()
-    parsed = parse_config(config, problems, session, own)
-    routing = _resolve(parsed, layers, problems)
+    parsed = parse_config(config, Known(session, {feature.name: feature for feature in own}), problems)
+    depth = depth_of(layers)
+    matched: list[tuple[Section, list[Layer]]] = []
+    for section in parsed.sections:
+        if section.features or not section.generic:  # generic ones answer calls about layers of any name
+            for text in section.selector.problems(layers):
+                problems.add(f"section {section.name!r}: {text}")
+        matched.append((section, [layer for layer in layers if section.selector.matches(layer, depth)]))
+    _check_changes(matched, problems)
+    place = {layer.name: number for number, layer in enumerate(layers)}
+    routes = [route for section, found in matched for layer in found for route in _routes(section, layer)]
     raise_problems(parsed.where, problems)
-    return routing
-
-
-def resolve(config: InspectConfig, layers: Sequence[Layer]) -> Routing:
-    """Resolve a parsed config; InspectError lists what does not fit the model."""
-    problems = Problems()
-    routing = _resolve(config, layers, problems)
-    raise_problems(config.where, problems)
-    return routing
+    return Routing(tuple(sorted(routes, key=lambda route: place[route.layer.name])), parsed.digest)
 
 
 def routes_of(config: InspectConfig, layer: str) -> tuple[Route, ...]:
@@ -70,27 +68,17 @@ def generic_uses(config: InspectConfig, layer: str, tensor: str) -> list[Use]:
     ]
 
 
-def _resolve(config: InspectConfig, layers: Sequence[Layer], problems: Problems) -> Routing:
-    depth = depth_of(layers)
-    matched: list[tuple[Section, list[Layer]]] = []
-    for section in config.sections:
-        if section.features or not section.generic:  # generic ones answer calls about layers of any name
-            for text in section.selector.problems(layers):
-                problems.add(f"section {section.name!r}: {text}")
-        matched.append((section, [layer for layer in layers if section.selector.matches(layer, depth)]))
-    _check_changes(matched, problems)
-    place = {layer.name: number for number, layer in enumerate(layers)}
-    routes = [route for section, found in matched for layer in found for route in _routes(section, layer)]
-    return Routing(tuple(sorted(routes, key=lambda route: place[route.layer.name])), config.digest)
-
-
 def _routes(section: Section, layer: Layer) -> Iterator[Route]:
     for feature in section.features:
         for use in feature.uses:
             yield Route(
-                layer, section.name, feature.name, use.tensor, use.gemm, use.options, use.schedule, feature.changes,
-                feature.own,
-            )  # fmt: skip
+                **vars(use),
+                layer=layer,
+                section=section.name,
+                feature=feature.name,
+                changes=feature.changes,
+                own=feature.own,
+            )
 
 
 def _check_changes(matched: Sequence[tuple[Section, list[Layer]]], problems: Problems) -> None:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from bridge.core.parsing.problems import Problems
 from bridge.core.text import described, layer_of, named, natural, nearest, pattern
 from bridge.quant.schemes.layer_ranges import Span, from_start, parse_span
 from bridge.tables.architectures.roles import load_roles
 from bridge.workflows.inspect.layers import MATRICES, Layer
+from bridge.workflows.inspect.te.where import Where
 
 ALL = "all"
 REGEX = "layer_name_regex_pattern"
@@ -93,47 +93,47 @@ def role_fits(glob: str, role: str) -> bool:
     return fnmatchcase(role, glob) or fnmatchcase(role.removesuffix(".weight"), glob)
 
 
-def parse_selector(words: Any, where: str, problems: Problems) -> Selector | None:
+def parse_selector(words: Any, where: Where) -> Selector | None:
     """Return the selector of a section's `layers`; None with problems if there is none."""
     if not isinstance(words, Mapping) or not words:
         text = "`layers` is missing" if words is None else f"layers = {described(words)}"
-        problems.add(f"{where}: {text}; write at least one of {', '.join(KEYS)}")
+        where.add(f"{text}; write at least one of {', '.join(KEYS)}")
         return None
-    at, before = f"{where}: layers", problems.places
+    at, before = where.inside("layers"), where.count
     for key in words:
         if key not in KEYS:
-            problems.add(f"{at}: {described(key)} is unknown; {nearest(str(key), KEYS)}")
+            at.add(f"{described(key)} is unknown; {nearest(str(key), KEYS)}")
     selector = Selector(
-        regex=_regex(words, at, problems),
-        layer_types=_all_or(_texts(words, "layer_types", at, problems)),
-        layer_numbers=_numbers(words, at, problems),
-        exact_layer_names=_texts(words, "exact_layer_names", at, problems),
-        roles=_roles(words, at, problems),
-        modules=_texts(words, "modules", at, problems),
+        regex=_regex(words, at),
+        layer_types=_all_or(_texts(words, "layer_types", at)),
+        layer_numbers=_numbers(words, at),
+        exact_layer_names=_texts(words, "exact_layer_names", at),
+        roles=_roles(words, at),
+        modules=_texts(words, "modules", at),
     )
-    return selector if problems.places == before else None
+    return selector if where.count == before else None
 
 
-def _regex(words: Mapping[str, Any], at: str, problems: Problems) -> re.Pattern[str] | None:
+def _regex(words: Mapping[str, Any], at: Where) -> re.Pattern[str] | None:
     if REGEX not in words:
         return None
     text = words[REGEX]
     try:
         if isinstance(text, str):
             return re.compile(text)
-        problems.add(f"{at}: {REGEX} = {described(text)}; expected a text in quotes")
+        at.add(f"{REGEX} = {described(text)}; expected a text in quotes")
     except (re.error, RecursionError, OverflowError) as error:
-        problems.add(f"{at}: {REGEX} = {described(text)} is not a regular expression: {error}")
+        at.add(f"{REGEX} = {described(text)} is not a regular expression: {error}")
     return None
 
 
-def _texts(words: Mapping[str, Any], key: str, at: str, problems: Problems) -> tuple[str, ...]:
+def _texts(words: Mapping[str, Any], key: str, at: Where) -> tuple[str, ...]:
     """A list of texts; a text is a list of one."""
     if key not in words:
         return ()
     entries = [words[key]] if isinstance(words[key], str) else words[key]
     if not isinstance(entries, list | tuple) or not entries or not all(isinstance(e, str) and e for e in entries):
-        problems.add(f"{at}: {key} = {_shown(words[key])}; expected a list of texts")
+        at.add(f"{key} = {_shown(words[key])}; expected a list of texts")
         return ()
     return tuple(entries)
 
@@ -142,13 +142,13 @@ def _all_or(texts: tuple[str, ...]) -> tuple[str, ...]:
     return () if ALL in texts else texts
 
 
-def _numbers(words: Mapping[str, Any], at: str, problems: Problems) -> tuple[Span, ...]:
+def _numbers(words: Mapping[str, Any], at: Where) -> tuple[Span, ...]:
     if "layer_numbers" not in words:
         return ()
     entries = words["layer_numbers"]
     entries = list(entries) if isinstance(entries, list | tuple) else [entries]
     if not entries:
-        problems.add(f"{at}: layer_numbers is empty; write numbers, or {ALL}")
+        at.add(f"layer_numbers is empty; write numbers, or {ALL}")
     if any(isinstance(entry, str) and entry.lower() == ALL for entry in entries):
         return ()
     spans = []
@@ -156,17 +156,17 @@ def _numbers(words: Mapping[str, Any], at: str, problems: Problems) -> tuple[Spa
         try:
             spans.append(parse_span(entry, dash=True))
         except ValueError as error:
-            problems.add(f"{at}: layer_numbers: {error}")
+            at.add(f"layer_numbers: {error}")
     return tuple(spans)
 
 
-def _roles(words: Mapping[str, Any], at: str, problems: Problems) -> tuple[str, ...]:
-    globs = _texts(words, "roles", at, problems)
+def _roles(words: Mapping[str, Any], at: Where) -> tuple[str, ...]:
+    globs = _texts(words, "roles", at)
     known = [role.name for role in load_roles().roles.values() if role.kind in MATRICES]
     for glob in globs:
         if not any(role_fits(glob, role) for role in known):
             short = [role.removesuffix(".weight") for role in known]
-            problems.add(f"{at}: no role is called {glob!r}; {nearest(glob, short)}")
+            at.add(f"no role is called {glob!r}; {nearest(glob, short)}")
     return globs
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from bridge.core.errors import InspectError
 from bridge.quant.schemes.load import load_scheme
 from bridge.workflows.inspect.layers import Layer
-from bridge.workflows.inspect.te.features import CALLS, OwnFeature
+from bridge.workflows.inspect.te.features import CALLS
 from bridge.workflows.inspect.te.resolve import load_routing
+from bridge.workflows.inspect.te.where import OwnFeature
 
 LAYERS = tuple(Layer(f"l.{n}.{name}", (role,), n) for n in range(3) for name, role in (("fc2", "mlp.fc2.weight"),))
 VALUES: list[Any] = [

@@ -9,9 +9,10 @@ import pytest
 from bridge.quant.schemes.load import load_scheme
 from bridge.workflows.inspect.layers import CONV, EXPERT, Layer
 from bridge.workflows.inspect.routes import TensorStat
-from bridge.workflows.inspect.te.features import KINDS, OwnFeature
+from bridge.workflows.inspect.te.features import KINDS
 from bridge.workflows.inspect.te.read import InspectConfig, read_config
-from bridge.workflows.inspect.te.resolve import generic_uses, load_routing, resolve
+from bridge.workflows.inspect.te.resolve import generic_uses, load_routing
+from bridge.workflows.inspect.te.where import OwnFeature
 from tests.workflows.inspect.te.test_config import FAKE, LAYERS, STATS, one, refusal, section
 
 
@@ -88,7 +89,7 @@ def test_features_in_the_section_answer_explicit_calls_only() -> None:
     words = {"enabled": True, "tensors": ["mine"], "stats": ["MIN", "l2_norm"], "start_end_list": [[2, 4]]}
     config = {"s": {"enabled": True, "layers": {"layer_types": ["no layer of the model"]}, "LogTensorStats": words}}
     read = read_config(config)
-    assert resolve(read, LAYERS).routes == ()
+    assert load_routing(config, LAYERS).routes == ()
     (use,) = generic_uses(read, "here is no layer of the model", "mine")
     assert use.options.stats == (TensorStat("min"), TensorStat("l2_norm"))
     assert [step for step in range(9) if use.schedule.due(step)] == [2, 3]  # without the end
@@ -214,7 +215,7 @@ def test_experts_are_layers() -> None:
 
 def test_nothing_of_a_routing_can_be_changed() -> None:
     read: InspectConfig = read_config(None)
-    routing = resolve(read, LAYERS)
+    routing = load_routing(None, LAYERS)
     for value, name in ((read, "sections"), (routing, "routes"), (routing.routes[0], "tensor"), (LAYERS[0], "name")):
         with pytest.raises(AttributeError):
             setattr(value, name, ())

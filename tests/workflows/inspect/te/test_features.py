@@ -6,29 +6,27 @@ from typing import Any
 
 import pytest
 
-from bridge.core.parsing.problems import Problems
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.workflows.inspect.routes import ALIASES, QUANT_STATS, QuantStat, TensorStat
 from bridge.workflows.inspect.statistics.quantization import FORMATS, RECIPES
-from bridge.workflows.inspect.te.features import KINDS, Feature, Known, parse_feature
+from bridge.workflows.inspect.te.features import KINDS, Feature, parse_feature
 from bridge.workflows.inspect.te.stat_names import TENSOR_STATS, parse_quant_stats, parse_tensor_stats
+from bridge.workflows.inspect.te.where import Known, Where
 
 
 def parse(name: str, quant: str = "", **words: Any) -> Feature:
-    problems = Problems()
-    known = Known(load_scheme(quant) if quant else None)
-    feature = parse_feature(name, {"enabled": True, **words}, name, problems, known)
-    assert feature is not None, problems.lines()
-    assert not problems.lines()
+    where = Where(name, Known(load_scheme(quant) if quant else None))
+    feature = parse_feature(name, {"enabled": True, **words}, where)
+    assert feature is not None, where.problems.lines()
+    assert not where.problems.lines()
     return feature
 
 
 def problem(name: str, quant: str = "", **words: Any) -> str:
-    problems = Problems()
-    known = Known(load_scheme(quant) if quant else None)
-    assert parse_feature(name, {"enabled": True, **words}, name, problems, known) is None
-    return "\n".join(problems.lines())
+    where = Where(name, Known(load_scheme(quant) if quant else None))
+    assert parse_feature(name, {"enabled": True, **words}, where) is None
+    return "\n".join(where.problems.lines())
 
 
 def places(feature: Feature) -> list[tuple[str, str]]:
@@ -50,10 +48,10 @@ def test_another_statistic_is_an_error(stat: Any) -> None:
 
 
 def test_the_blockwise_range_has_a_size_and_dims() -> None:
-    problems = Problems()
+    where = Where("")
     words = [{"max_blockwise_dynamic_range": given} for given in ({}, {"block_size": 8}, {"dims": 2, "block_size": 16})]
-    stats = parse_tensor_stats([*words, "max_blockwise_dynamic_range"], "", problems)
-    assert not problems.lines()
+    stats = parse_tensor_stats([*words, "max_blockwise_dynamic_range"], where)
+    assert not where.problems.lines()
     assert [(stat.block_size, stat.dims) for stat in stats] == [(32, 1), (8, 1), (16, 2)]  # the text is the first again
     assert stats[2].label("gradient") == "max_blockwise_dynamic_range_block_size_16_dims_2"
     assert stats[2].label("activation") == stats[2].label("gradient") + "_max_over_orientations"
@@ -79,8 +77,8 @@ def test_statistics_are_needed(stats: Any) -> None:
 @pytest.mark.parametrize("stat", [*QUANT_STATS, *ALIASES])
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4_mse", "fp8_block", "fp8_block_scaling", "fp8_current_scaling"])
 def test_a_statistic_of_quantization_has_its_scheme_before_it(scheme: str, stat: str) -> None:
-    problems = Problems()
-    (parsed,) = parse_quant_stats([f"{scheme}_{stat}"], "", problems, "", None)
+    where = Where("")
+    (parsed,) = parse_quant_stats([f"{scheme}_{stat}"], where)
     assert parsed == QuantStat(ALIASES.get(stat, stat), scheme, False, stat)
     assert parsed.label() == f"{scheme}_{stat}"
 
@@ -112,10 +110,10 @@ def test_nvfp4s_own_feature_means_nvfp4() -> None:
     ],
 )  # fmt: skip
 def test_columnwise_is_for_blocks_that_are_not_square(scheme: str, turns: bool) -> None:
-    problems = Problems()
-    stats = parse_quant_stats([f"{scheme}_mse_columnwise"], "", problems, "", None)
+    where = Where("")
+    stats = parse_quant_stats([f"{scheme}_mse_columnwise"], where)
     assert bool(stats) == turns
-    assert ("the transpose has the same values" in "".join(problems.lines())) == (not turns)
+    assert ("the transpose has the same values" in "".join(where.problems.lines())) == (not turns)
 
 
 @pytest.mark.parametrize(

@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 
-from bridge.core.parsing.problems import Problems
 from bridge.workflows.inspect.routes import Schedule
 from bridge.workflows.inspect.te.options import parse_schedule
+from bridge.workflows.inspect.te.where import Where
 
 
 def parse(**words: Any) -> Schedule:
-    problems = Problems()
-    schedule = parse_schedule(words, "here", problems)
-    assert not problems.lines(), problems.lines()
+    where = Where("here")
+    schedule = parse_schedule(words, where)
+    assert not where.problems.lines(), where.problems.lines()
     return schedule
 
 
 def problem(**words: Any) -> str:
-    problems = Problems()
-    parse_schedule(words, "here", problems)
-    return "\n".join(problems.lines())
+    where = Where("here")
+    parse_schedule(words, where)
+    return "\n".join(where.problems.lines())
 
 
 def test_without_words_every_step_is_due() -> None:

@@ -8,25 +8,26 @@ from typing import Any
 
 import pytest
 
-from bridge.core.parsing.problems import Problems
 from bridge.workflows.inspect.layers import Layer, number_in
 from bridge.workflows.inspect.routes import GEMMS, TAKES, TENSORS, Schedule
 from bridge.workflows.inspect.te.options import merged, parse_schedule
 from bridge.workflows.inspect.te.selectors import Selector, parse_selector
+from bridge.workflows.inspect.te.where import Where
 
 ANSWERS = json.loads((Path(__file__).parents[3] / "oracles" / "inspect_config.json").read_text())
 
 
 def schedule(words: dict[str, Any], excluded: bool = False) -> Schedule:
-    problems = Problems()
-    parsed = parse_schedule(words, "", problems, excluded=excluded)
-    assert not problems.lines() or problems.lines()[0].startswith(": never due"), problems.lines()
+    where = Where("")
+    parsed = parse_schedule(words, where, excluded=excluded)
+    found = where.problems.lines()
+    assert not found or found[0].startswith(": never due"), found
     return parsed
 
 
 @pytest.mark.parametrize("answer", ANSWERS["selectors"], ids=lambda answer: str(answer["layers"]))
 def test_sections_select_the_layers_that_nvdlfw_inspect_selects(answer: dict[str, Any]) -> None:
-    selector = parse_selector(answer["layers"], "", Problems())
+    selector = parse_selector(answer["layers"], Where(""))
     assert isinstance(selector, Selector)
     if "error" in answer:  # the two forms of `layer_numbers` that it documents and refuses
         assert answer["layers"] in ({"layer_numbers": 3}, {"layer_numbers": "1-3"})
@@ -60,9 +61,9 @@ def test_every_gemm_takes_three_of_the_six_tensors() -> None:
 def test_schedules_are_due_when_transformer_engines_are(answer: dict[str, Any]) -> None:
     parsed = schedule(answer["words"])
     if not any(due for due, _ in answer["asked"]):
-        problems = Problems()
-        parse_schedule(answer["words"], "", problems)
-        assert "never due" in problems.lines()[0]
+        where = Where("")
+        parse_schedule(answer["words"], where)
+        assert "never due" in where.problems.lines()[0]
         return
     for step, (due, following) in enumerate(answer["asked"]):
         assert (parsed.due(step), parsed.next_due(step)) == (due, following), step

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bridge.workflows.inspect.changes.layer_changes import CHANGING, DISABLING, LayerChanges, add_features
@@ -16,7 +16,6 @@ from bridge.workflows.inspect.statistics.quantization import DELAYED
 from bridge.workflows.inspect.te.classes import Answer, FeatureClass
 from bridge.workflows.inspect.te.dlfw.recipes import CallersSchemes, recipe_of
 from bridge.workflows.inspect.te.dlfw.reduction import Over, added_up, over
-from bridge.workflows.inspect.te.features import CALLS
 from bridge.workflows.inspect.te.read import InspectConfig
 from bridge.workflows.inspect.te.resolve import routes_of
 
@@ -46,11 +45,6 @@ class Engine:
         self._weights: set[str] = set()
         self._last: Seen | None = None
 
-    def call(self, name: str, layer_name: str, words: dict[str, Any]) -> Any:
-        """Answer one of the seven calls."""
-        assert name in CALLS
-        return getattr(self, name)(layer_name, **words)
-
     # routing
 
     def fp8_gemm_enabled(self, layer_name: str, gemm: str, iteration: int, **_: Any) -> Answer:
@@ -58,31 +52,28 @@ class Engine:
         answers: list[Answer] = []
         for route in self._at(layer_name, gemm=gemm, either=True):
             if route.own:
-                answers += [] if route.tensor else self._asked(route, "fp8_gemm_enabled", iteration, gemm=gemm)
+                answers += [] if route.tensor else self._asked("fp8_gemm_enabled", route, iteration, gemm=gemm)
             elif route.feature in DISABLING or route.feature == "FakeQuant":
                 answers.append((not route.schedule.due(iteration), route.schedule.next_due(iteration)))
         return all(now for now, _ in answers), _least(answers)
 
     def modify_tensor_enabled(self, layer_name: str, gemm: str, tensor_name: str, iteration: int, **_: Any) -> Answer:
         """Whether `modify_tensor` makes what a GEMM takes or gives."""
-        ask = partial(
-            self._asked, call="modify_tensor_enabled", iteration=iteration, gemm=gemm, tensor_name=tensor_name
-        )
-        return _any(self._changing(layer_name, tensor_name, gemm), iteration, ask)
+        routes, words = self._changing(layer_name, tensor_name, gemm), {"gemm": gemm, "tensor_name": tensor_name}
+        return self._any(routes, "modify_tensor_enabled", iteration, **words)
 
     def inspect_tensor_enabled(self, layer_name: str, tensor_name: str, iteration: int, **_: Any) -> Answer:
         """Whether `inspect_tensor` is to be called."""
-        ask = partial(self._asked, call="inspect_tensor_enabled", iteration=iteration, tensor_name=tensor_name)
-        return _any(self._looking(layer_name, tensor_name), iteration, ask)
+        routes = self._looking(layer_name, tensor_name)
+        return self._any(routes, "inspect_tensor_enabled", iteration, tensor_name=tensor_name)
 
     def inspect_tensor_postquantize_enabled(
         self, layer_name: str, gemm: str, tensor_name: str, iteration: int, **_: Any
     ) -> Answer:
         """Deprecated: whether `inspect_tensor_postquantize` is to be called."""
-        call = "inspect_tensor_postquantize_enabled"
-        ask = partial(self._asked, call=call, iteration=iteration, gemm=gemm, tensor_name=tensor_name)
         own = (route for route in self._at(layer_name, tensor_name) if route.own)
-        return _any(own, iteration, ask)
+        words = {"gemm": gemm, "tensor_name": tensor_name}
+        return self._any(own, "inspect_tensor_postquantize_enabled", iteration, **words)
 
     # tensors
 
@@ -102,12 +93,10 @@ class Engine:
         for route in self._changing(layer_name, tensor_name, gemm):
             words = {"gemm": gemm, "tensor_name": tensor_name}
             if route.own:
-                if not any(now for now, _ in self._asked(route, "modify_tensor_enabled", iteration, **words)):
+                if not any(now for now, _ in self._asked("modify_tensor_enabled", route, iteration, **words)):
                     continue
                 given = {"tensor": tensor, "default_quantizer": default_quantizer, "out": out, "dtype": dtype}
-                return self._own[route.feature].call(
-                    "modify_tensor", route.options.config(), layer_name, iteration=iteration, **words, **given
-                )
+                return self._own[route.feature].call("modify_tensor", route, iteration, **words, **given)
             if route.schedule.due(iteration):
                 if route.feature == "PerTensorScaling" and recipe_of(default_quantizer) == DELAYED:
                     return _scaled_by_transformer_engine(tensor, default_quantizer, out)
@@ -133,10 +122,10 @@ class Engine:
         stats: list[Any] = []
         for route in self._looking(layer_name, tensor_name):
             if route.own:
-                for now, _ in self._asked(route, "inspect_tensor_enabled", iteration, tensor_name=tensor_name):
+                for now, _ in self._asked("inspect_tensor_enabled", route, iteration, tensor_name=tensor_name):
                     if now and "inspect_tensor" in self._own[route.feature].calls:
-                        given = {**words, "tensor": tensor, "tensor_name": tensor_name, "iteration": iteration}
-                        self._own[route.feature].call("inspect_tensor", route.options.config(), layer_name, **given)
+                        given = {**words, "tensor": tensor, "tensor_name": tensor_name}
+                        self._own[route.feature].call("inspect_tensor", route, iteration, **given)
             elif route.schedule.due(iteration) and not seen:
                 stats += route.options.stats if route.feature in LOGS else ()
                 if route.feature == DUMP and self._dumps and tensor.numel():
@@ -157,15 +146,13 @@ class Engine:
         """Deprecated: hand what a GEMM takes to the caller's classes, with both `gemm` and `rowwise`."""
         row, column = GEMMS_OF[tensor_name]
         rowwise = gemm == row if rowwise is None else rowwise
-        both = {"gemm": row if rowwise else column, "rowwise": rowwise}
-        given = {**words, **both, "tensor": tensor, "tensor_name": tensor_name, "iteration": iteration}
+        place = {"gemm": row if rowwise else column, "tensor_name": tensor_name}
+        given = {**words, **place, "rowwise": rowwise, "tensor": tensor}
         for route in self._at(layer_name, tensor_name):
             if route.own and "inspect_tensor_postquantize" in self._own[route.feature].calls:
-                call = "inspect_tensor_postquantize_enabled"
-                asked = self._asked(route, call, iteration, gemm=both["gemm"], tensor_name=tensor_name)
+                asked = self._asked("inspect_tensor_postquantize_enabled", route, iteration, **place)
                 if any(now for now, _ in asked):
-                    config = route.options.config()
-                    self._own[route.feature].call("inspect_tensor_postquantize", config, layer_name, **given)
+                    self._own[route.feature].call("inspect_tensor_postquantize", route, iteration, **given)
 
     def records(self, step: int) -> list[Record]:
         """The records of the step; the next step begins empty.
@@ -221,12 +208,18 @@ class Engine:
             self._changed[layer] = iteration, made
         return made
 
-    def _asked(self, route: Route, call: str, iteration: int, **words: Any) -> list[Answer]:
+    def _asked(self, call: str, route: Route, iteration: int, **words: Any) -> list[Answer]:
         """The answer of a caller's class; none if it has not this call."""
         feature = self._own[route.feature]
-        if call not in feature.calls:
-            return []
-        return [feature.ask(call, route.options.config(), route.layer.name, iteration, **words)]
+        return [feature.ask(call, route, iteration, **words)] if call in feature.calls else []
+
+    def _any(self, routes: Iterable[Route], call: str, step: int, **words: Any) -> Answer:
+        """The answer of several features: it runs if one does."""
+        answers: list[Answer] = []
+        for route in routes:
+            due = (route.schedule.due(step), route.schedule.next_due(step))
+            answers += self._asked(call, route, step, **words) if route.own else [due]
+        return any(now for now, _ in answers), _least(answers)
 
     def _seen(self, layer: str, tensor: str) -> bool:
         """Whether a weight was seen at this step."""
@@ -245,12 +238,10 @@ class Engine:
         self._sums[key][0].add(self._last)
 
 
-def _any(routes: Iterator[Route], step: int, ask: Callable[[Route], list[Answer]]) -> Answer:
-    """The answer of several features: it runs if one does."""
-    answers: list[Answer] = []
-    for route in routes:
-        answers += ask(route) if route.own else [(route.schedule.due(step), route.schedule.next_due(step))]
-    return any(now for now, _ in answers), _least(answers)
+def told(record: Record) -> tuple[str, float, int]:
+    """A record as loggers take it: name, value, step."""
+    value = math.nan if record.value is None else record.value
+    return f"{record.layer}_{record.tensor}_{record.stat}", value, record.step
 
 
 def _least(answers: list[Answer]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +15,8 @@ from bridge.workflows.inspect.dumps import FEATURE as DUMP
 from bridge.workflows.inspect.dumps import FOLDER, Dumps, rank
 from bridge.workflows.inspect.layers import Layer
 from bridge.workflows.inspect.ranks import ranks_of
-from bridge.workflows.inspect.te.classes import declared, load_features, unnamed
-from bridge.workflows.inspect.te.dlfw.engine import Engine
+from bridge.workflows.inspect.te.classes import load_features, unnamed
+from bridge.workflows.inspect.te.dlfw.engine import Engine, told
 from bridge.workflows.inspect.te.dlfw.recipes import CallersSchemes
 from bridge.workflows.inspect.te.dlfw.reduction import over
 from bridge.workflows.inspect.te.features import KINDS
@@ -32,6 +32,9 @@ class Logger(Protocol):
     """What nvdlfw-inspect's BaseLogger has."""
 
     def log_scalar(self, name: str, value: float, iteration: int, **words: Any) -> None: ...
+
+
+Log = Callable[[str, float, int], None]
 
 
 class LogFile:
@@ -51,22 +54,11 @@ class LogFile:
             file.write(f"{now} - {logging.getLevelName(level)} - {text}\n")
 
 
-class TensorBoard:
-    """A SummaryWriter as a logger."""
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-
-    def log_scalar(self, name: str, value: float, iteration: int, **_: Any) -> None:
-        self._writer.add_scalar(name, value, iteration)
-
-
-def loggers_of(statistics_logger: Logger | None, writer: Any, default: bool, folder: Path) -> list[Logger]:
+def logs_of(statistics_logger: Logger | None, writer: Any, default: bool, folder: Path) -> list[Log]:
     """The caller's logger, else a TensorBoard writer; the file without either, or with `default`."""
-    found: list[Logger] = [statistics_logger] if statistics_logger is not None else []
-    if not found and writer is not None:
-        found = [TensorBoard(writer)]
-    return [*found, LogFile(folder / STATISTICS)] if default or not found else found
+    own = statistics_logger.log_scalar if statistics_logger is not None else None
+    found = own or (writer.add_scalar if writer is not None else None)
+    return [*([found] if found else ()), *([LogFile(folder / STATISTICS).log_scalar] if default or not found else ())]
 
 
 class TransformerEngine:
@@ -122,7 +114,7 @@ class Run:
         self._own = load_features([folder for folder in folders if not _is_upstream(folder)] or None)
         scheme = None if more.get("quant") is None else load_scheme(more["quant"])
         none = InspectConfig("no config", (), "")
-        self.config = none if config == "" else read_config(config, scheme, declared(self._own), called=True)
+        self.config = none if config == "" else read_config(config, scheme, self._own.values(), called=True)
         _check_layers(self.config)
         self._schemes = CallersSchemes(scheme)
         self._dumps = Dumps(log_dir / FOLDER, rank()) if _dumps(self.config) else None
@@ -137,7 +129,7 @@ class Run:
         for note in unnamed(self._own, features):
             self.log_message(note, None, logging.WARNING, None)
         writer, default = more.get("tb_writer"), bool(more.get("default_logging_enabled"))
-        self._loggers = loggers_of(statistics_logger, writer, default, log_dir)
+        self._logs = logs_of(statistics_logger, writer, default, log_dir)
 
     @property
     def features(self) -> list[str]:
@@ -150,8 +142,7 @@ class Run:
     def step(self) -> None:
         """Log the statistics of the step, and go to the next."""
         for record in self.engine.records(self._trainer_iteration_count):
-            value = float("nan") if record.value is None else record.value
-            self._log(f"{record.layer}_{record.tensor}_{record.stat}", value, record.step)
+            self._log(*told(record))
         for note in self._schemes.note_lines():
             self.log_message(note, None, logging.WARNING, None)
         self._trainer_iteration_count += 1
@@ -161,7 +152,7 @@ class Run:
     ) -> dict[str, float]:
         step = self._trainer_iteration_count if iteration is None else iteration
         uses = [use for use in generic_uses(self.config, layer_name, tensor_name) if use.schedule.due(step)]
-        told: dict[str, float] = {}
+        values: dict[str, float] = {}
         if uses:
             stats = [stat for use in uses for stat in use.options.stats]
             sums = Sums(Layer(layer_name), tensor_name, stats, self._schemes)
@@ -169,9 +160,9 @@ class Run:
             if (where := over(tensor_name, words, self.engine.group)) and (ranks := ranks_of(where.group)):
                 ranks.add_up({tensor_name: sums}, where.shards)
             for record in sums.records(step):
-                told[record.stat] = float("nan") if record.value is None else record.value
-                self._log(f"{layer_name}_{tensor_name}_{record.stat}", told[record.stat], step)
-        return told
+                name, values[record.stat], at = told(record)
+                self._log(name, values[record.stat], at)
+        return values
 
     def log_message(self, text: str, layer: str | None, level: int, more: Any) -> None:
         key = (text, layer, level, str(more))
@@ -187,8 +178,8 @@ class Run:
             warn(f"{self.config.where}: no layer called that {', '.join(map(repr, idle))} is about")
 
     def _log(self, name: str, value: float, step: int) -> None:
-        for logger in self._loggers:
-            logger.log_scalar(name, value, step)
+        for log in self._logs:
+            log(name, value, step)
 
     def _explained(self, feature: str) -> str:
         name = feature.removeprefix("transformer_engine.")

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bridge.core.parsing.problems import Problems
 from bridge.workflows.inspect.dumps import FEATURE as DUMP
 from bridge.workflows.inspect.dumps import FOLDER, Dumps, rank
-from bridge.workflows.inspect.te.dlfw.engine import Engine
+from bridge.workflows.inspect.te.dlfw.engine import Engine, told
 from bridge.workflows.inspect.te.dlfw.recipes import CallersSchemes
-from bridge.workflows.inspect.te.features import Feature, Known, parse_feature
+from bridge.workflows.inspect.te.features import Feature, parse_feature
 from bridge.workflows.inspect.te.read import InspectConfig, Section, raise_problems
 from bridge.workflows.inspect.te.selectors import Selector
+from bridge.workflows.inspect.te.where import Known, Where
 
 WHERE = "config of nvdlfw-inspect"
 LOOKS = ("inspect_tensor_enabled", "inspect_tensor")
@@ -48,21 +48,20 @@ class Answers:
 
     def call(self, name: str, call: str, words: Mapping[str, Any], layer: str, given: dict[str, Any]) -> Any:
         """Answer a call of a feature."""
-        return self._of(name, words)[2].call(call, layer, given)
+        return getattr(self._of(name, words)[2], call)(layer, **given)
 
     def step(self, step: int) -> None:
         """Log the statistics of the step."""
         for _, _, engine in self._engines.values():
             for record in engine.records(step):
-                value = float("nan") if record.value is None else record.value
-                self._log(f"{record.layer}_{record.tensor}_{record.stat}", value, step)
+                self._log(*told(record))
 
     def _of(self, name: str, words: Mapping[str, Any]) -> tuple[Any, Feature | None, Engine]:
         """The engine of a feature's words, which are the same object at each call."""
         if id(words) not in self._engines:
-            problems = Problems()
-            feature = parse_feature(name, words, name, problems, Known(called=True))
-            raise_problems(WHERE, problems)
+            where = Where(name, Known(called=True))
+            feature = parse_feature(name, words, where)
+            raise_problems(WHERE, where.problems)
             section = Section(name, Selector(), (feature,) if feature else ())
             dumps = self._dumps if name == DUMP else None
             engine = Engine(InspectConfig(WHERE, (section,), ""), {}, CallersSchemes(), dumps)
