@@ -39,7 +39,6 @@ def _download(text: str, name: str, revision: str | None, allow: list[str] | Non
         )
         return Path(root)
 
-    absent = f"{text}: no such directory here, and "
     try:
         try:
             return fetch(offline=False)
@@ -47,19 +46,13 @@ def _download(text: str, name: str, revision: str | None, allow: list[str] | Non
             raise
         except OSError:
             return fetch(offline=True)
-    except errors.GatedRepoError as error:
-        raise SourceError(
-            f"{absent}the hub asks for access rights to {name}; request them and `hf auth login`"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise SourceError(f"{absent}{name} on the hub has no revision {revision!r}") from error
-    except errors.RepositoryNotFoundError as error:
-        raise SourceError(
-            f"{absent}the hub has no (public) model {name}; check spelling, or `hf auth login`"
-        ) from error
-    except errors.HFValidationError as error:
-        raise SourceError(f"{absent}not a valid hub id: {error}") from error
-    except OSError as error:
-        raise SourceError(
-            f"{absent}the hub cannot be reached, nor does its cache hold {name}; check path, network, HF_HUB_OFFLINE"
-        ) from error
+    except (OSError, errors.HFValidationError) as error:  # those of the hub are OSErrors
+        whys: dict[type[Exception], str] = {
+            errors.GatedRepoError: f"the hub asks for access rights to {name}; request them and `hf auth login`",
+            errors.RevisionNotFoundError: f"{name} on the hub has no revision {revision!r}",
+            errors.RepositoryNotFoundError: f"the hub has no (public) model {name}; check spelling, or `hf auth login`",
+            errors.HFValidationError: f"not a valid hub id: {error}",
+            OSError: f"the hub cannot be reached, nor does its cache hold {name}; check path, network, HF_HUB_OFFLINE",
+        }
+        why = next(words for kind, words in whys.items() if isinstance(error, kind))
+        raise SourceError(f"{text}: no such directory here, and {why}") from error

@@ -10,7 +10,7 @@ import json
 import sys
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,11 +108,7 @@ class MemorySource(SourceBase):
     @cached_property
     def fingerprint(self) -> str:
         """A digest of config and all values: there is no file with a modification time."""
-        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True, default=str).encode())
-        for name, spec in self.specs.items():
-            checksum = zlib.crc32(np.ascontiguousarray(self.read(name)).reshape(-1).view(np.uint8).data)
-            digest.update(repr((name, spec.shape, spec.dtype, checksum)).encode())
-        return digest.hexdigest()
+        return values_digest(self.config, self.specs, self.read)
 
     def load_model(self) -> Any:
         return self._model
@@ -181,6 +177,15 @@ def _why_wrapped(model: Any) -> str:
         which = ", ".join(sorted(kinds & known)) or "quantization_config"
         return f"is quantized already ({which}); give the plain model"
     return ""
+
+
+def values_digest(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], read: Callable[[str], np.ndarray]) -> str:
+    """A digest of a config and of the values of all tensors."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, spec in specs.items():
+        checksum = zlib.crc32(np.ascontiguousarray(read(name)).reshape(-1).view(np.uint8).data)
+        digest.update(repr((name, spec.shape, spec.dtype, checksum)).encode())
+    return digest.hexdigest()
 
 
 def bits_of(tensor: Any, dtype: str) -> np.ndarray:

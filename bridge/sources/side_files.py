@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from bridge.core.files.span import Folder, Span
-from bridge.core.output.names import STEM
+from bridge.core.output.names import GENERATION, STEM
 from bridge.sources.weights.containers import training
 from bridge.sources.weights.shards import Weights
 
@@ -29,6 +29,7 @@ TOKENIZER = (
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "tekken.json", "chat_template.jinja",
     "chat_template.json", "generation_config.json",
 )  # fmt: skip
+OWN_TOKENIZER = tuple(name for name in TOKENIZER if name != GENERATION)  # the same without settings of generation
 LICENCE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)([.-].*)?")
 MAX_BYTES = 256 << 20  # of a file out of an archive; the largest tokenizers take some tens of megabytes
 _HASH = re.compile(r"[0-9a-f]{32}_")  # NeMo 1 puts it before the names of artefacts
@@ -108,19 +109,8 @@ def plain_side_files(root: Path, weights: Weights) -> SideFiles:
     dropped = dict(weights.ignored)
     stem, _, suffix = weights.files[0].name.rpartition(".")
     used = {*(path.name for path in weights.files), f"{stem.split('-')[0]}.{suffix}.index.json"}
-    left = _entries(root, "")
-    while left:  # a recursive inner function would keep the model alive until garbage is collected
-        name, path = left.pop()
-        if path.name in BOOKKEEPING or name in used:
-            continue
-        if path.is_symlink() and not path.is_file():  # following a link to a parent would never end
-            dropped[name] = "a link to a directory, or to nothing"
-        elif path.is_dir():
-            if (path / "config.json").is_file() and (any(path.glob("*.safetensors")) or any(path.glob("*.bin"))):
-                dropped[name + "/"] = "another model in a subdirectory"
-            else:
-                left += _entries(path, name + "/")
-        elif name.endswith(WEIGHT_ENDINGS):
+    for name, path in _files_below(root, used, dropped, whole=False):
+        if name.endswith(WEIGHT_ENDINGS):
             dropped[name] = "weights or training state that the checkpoint's index does not name"
         else:
             copied[name] = path
@@ -134,16 +124,8 @@ def pipeline_side_files(root: Path, part: str) -> SideFiles:
     """
     copied: dict[str, Path | bytes] = {}
     dropped: dict[str, str] = {}
-    left = _entries(root, "")
-    while left:
-        name, path = left.pop()
-        if path.name in BOOKKEEPING or name == f"{part}/config.json":
-            continue
-        if path.is_symlink() and not path.is_file():
-            dropped[name] = "a link to a directory, or to nothing"
-        elif path.is_dir():
-            left += _entries(path, name + "/")
-        elif not path.name.endswith(WEIGHT_ENDINGS):
+    for name, path in _files_below(root, {f"{part}/config.json"}, dropped, whole=True):
+        if not path.name.endswith(WEIGHT_ENDINGS):
             copied[name] = path
         elif name.startswith(f"{part}/"):
             if not re.fullmatch(rf"{STEM}(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?", path.name):
@@ -160,6 +142,32 @@ def pipeline_side_files(root: Path, part: str) -> SideFiles:
 def _plain_weights(name: str) -> bool:
     """Whether a file has weights, or their index, in safetensors and is not a variant (`model.fp16.safetensors`)."""
     return re.fullmatch(r"[^.]+\.safetensors(\.index\.json)?", name) is not None
+
+
+def _files_below(
+    root: Path, omitted: Container[str], dropped: dict[str, str], whole: bool
+) -> Iterator[tuple[str, Path]]:
+    """Yield the files below a directory with their names there, and note what is dropped.
+
+    `whole`: also those of models in subdirectories.
+    """
+    left = _entries(root, "")
+    while left:  # a recursive inner function would keep the model alive until garbage is collected
+        name, path = left.pop()
+        if path.name in BOOKKEEPING or name in omitted:
+            continue
+        if path.is_symlink() and not path.is_file():  # following a link to a parent would never end
+            dropped[name] = "a link to a directory, or to nothing"
+        elif not path.is_dir():
+            yield name, path
+        elif not whole and _has_model(path):
+            dropped[name + "/"] = "another model in a subdirectory"
+        else:
+            left += _entries(path, name + "/")
+
+
+def _has_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(any(folder.glob(name)) for name in ("*.safetensors", "*.bin"))
 
 
 def _entries(folder: Path, prefix: str) -> list[tuple[str, Path]]:

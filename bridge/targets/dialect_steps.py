@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from bridge.core.values import Slice
+from bridge.core.text import pattern
+from bridge.core.values import Format, Site, Slice
 from bridge.planning.target import Draft, Drafted
 from bridge.tables.architectures.match import Matched
 from bridge.tables.dialects.dialect import Dialect, DialectRow
@@ -44,6 +45,8 @@ class DialectDrafting:
 
     def __post_init__(self) -> None:
         self._roles: Roles = locate(self.matched)
+        self._sites = {site.module: site for site in self.draft.structure.sites}
+        self._quantized = self.draft.quantized
         self._layers = int(str(self.matched.names["layers"]))
         self._drafted = Drafted()
 
@@ -74,6 +77,25 @@ class DialectDrafting:
             self._problem(row, layer, why)
             return None
         return Placed(row, layer, blocks, slices)
+
+    def _sites_of(self, placed: Placed) -> tuple[list[Site], Format | None] | None:
+        """The sites that a tensor is of, and their format if they are quantized; None if they have several formats."""
+        modules = dict.fromkeys(block.module for block in placed.blocks if block.module)
+        sites = [self._sites[module] for module in modules if module in self._sites]
+        formats = {self.draft.formats.get(site.weight) for site in sites}
+        quantized = next((format_ for format_ in formats if isinstance(format_, Format)), None)
+        if quantized and len(formats) > 1:
+            joined = ", ".join(dict.fromkeys(map(pattern, modules)))  # without numbers, so that layers fold
+            why = f"{joined} are one matrix here and need one format; name all in one rule"
+            self._problem(placed.row, placed.layer, why)
+            return None
+        return sites, quantized
+
+    def _refuse_quantized_head(self, why: str) -> None:
+        """Note a problem if the head, which is the embedding in this output, has a format."""
+        head = self._roles.get(("head.weight", None, None), ())
+        if head and head[0].module in self._quantized:
+            self._drafted.problems.append((head[0].module, why))
 
     def _experts(self, row: DialectRow) -> int:
         """Number of matrices in a stack, 0 if the row is not a stack."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,13 @@ import numpy as np
 
 from bridge.core.dtypes import FLOATS
 from bridge.core.errors import SourceError, collected
-from bridge.core.formats.safetensors import SafetensorsFile, layout
-from bridge.core.formats.weight_file import WeightFile
+from bridge.core.formats.safetensors import layout
 from bridge.core.text import listed, named
 from bridge.core.values import TensorSpec
 from bridge.sources.adapted.settings import CONFIG, Settings, settings_of
 from bridge.sources.config_json import read_json
-from bridge.sources.side_files import TOKENIZER
+from bridge.sources.side_files import OWN_TOKENIZER
+from bridge.sources.weights.shards import open_weights
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
@@ -75,7 +74,7 @@ def open_adapter(root: Path, where: str) -> Adapter:
     file = None
     if name:
         with collected(problems, where):
-            file = _file(root / name)
+            file = open_weights(root / name)
     if problems or file is None or settings is None:
         raise listed(where, problems)
     specs, wrong = _plain_names(file.specs)
@@ -85,9 +84,7 @@ def open_adapter(root: Path, where: str) -> Adapter:
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
     digest.update(repr((name, stat.st_size, stat.st_mtime_ns, sorted(file.specs))).encode())
     stored = {plain: stored for stored, plain in zip(file.specs, specs, strict=True)}
-    tokenizer = {
-        name: root / name for name in TOKENIZER if (root / name).is_file() and name != "generation_config.json"
-    }
+    tokenizer = {name: root / name for name in OWN_TOKENIZER if (root / name).is_file()}
     return Adapter(
         where, _name(where), settings, specs, lambda name: file.read(stored[name]),
         lambda name, begin, end: file.read_rows(stored[name], begin, end), digest.hexdigest(), root=root,
@@ -97,7 +94,7 @@ def open_adapter(root: Path, where: str) -> Adapter:
 
 def live_adapter(where: str, name: str, content: Mapping[str, Any], state: Mapping[str, Any]) -> Adapter:
     """The adapter of a PeftModel, from peft's own state dict of it."""
-    from bridge.sources.memory import bits_of
+    from bridge.sources.memory import bits_of, values_digest
 
     settings, problems = settings_of(content)
     dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in state.items()}
@@ -110,35 +107,16 @@ def live_adapter(where: str, name: str, content: Mapping[str, Any], state: Mappi
     def read(name: str) -> np.ndarray:
         return bits_of(tensors[name].detach(), specs[name].dtype)
 
-    digest = hashlib.sha256(json.dumps(dict(content), sort_keys=True, default=str).encode())
-    for name_, spec in specs.items():
-        checksum = zlib.crc32(np.ascontiguousarray(read(name_)).reshape(-1).view(np.uint8).data)
-        digest.update(repr((name_, spec.shape, spec.dtype, checksum)).encode())
     return Adapter(
-        where,
-        name,
-        settings,
-        specs,
-        read,
-        lambda name, begin, end: read(name)[begin:end],
-        digest.hexdigest(),
-        half=True,
-        side_files={},
-    )
+        where, name, settings, specs, read, lambda name, begin, end: read(name)[begin:end],
+        values_digest(dict(content), specs, read), half=True, side_files={},
+    )  # fmt: skip
 
 
 def _name(where: str) -> str:
     """A short name for an adapter: the last part of its path or hub id."""
     here = Path(where)
     return (here.resolve().name if here.exists() else where.rstrip("/").split("/")[-1]).split("@")[0]
-
-
-def _file(path: Path) -> WeightFile:
-    if path.name.endswith(".safetensors"):
-        return SafetensorsFile(path)
-    from bridge.core.formats.torch_file import TorchFile  # unpickles nothing but tensors
-
-    return TorchFile(path)
 
 
 def _plain_names(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, TensorSpec], list[str]]:

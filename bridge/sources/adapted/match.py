@@ -189,9 +189,7 @@ class _Matcher:
             )
         if delta.magnitude:
             out = delta.shape[1] if delta.kind in ("conv1d", "embedding") else delta.shape[0]
-            size = 1
-            for extent in self.adapter.specs[delta.magnitude].shape:
-                size *= extent
+            size = self.adapter.specs[delta.magnitude].size
             if size != out:
                 return f"{MAGNITUDE} has {size} values for {out} outputs; is it the adapter of another base?"
         return ""
@@ -210,9 +208,7 @@ def _live(name: str) -> str:
 
 def _factor_shapes(delta: Delta, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     shape = delta.shape
-    if delta.kind == "conv1d":
-        return (rank, shape[0]), (shape[1], rank)
-    if delta.kind == "embedding":
+    if delta.kind in ("conv1d", "embedding"):
         return (rank, shape[0]), (shape[1], rank)
     if delta.kind == "conv":
         return (rank, *shape[1:]), (shape[0], rank, *(1 for _ in shape[2:]))

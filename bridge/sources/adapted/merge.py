@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from bridge.sources.adapted.adapter import Adapter
-from bridge.sources.adapted.match import Change, Delta
+from bridge.sources.adapted.match import Delta
 
 
 @contextmanager
@@ -60,24 +61,15 @@ def merge_experts(weight: Any, adapter: Adapter, delta: Delta, begin: int, end: 
     weight.add_(_stacked(adapter, delta, begin, end).to(weight.dtype))
 
 
-def merged_value(value: Any, adapter: Adapter, change: Change) -> None:
-    """Add a scaled bias in place."""
-    value.add_(adapter.tensor(change.bias) * change.scaling)
-
-
 def _merge_part(weight: Any, adapter: Adapter, delta: Delta, expert: int) -> None:
     """A stored part of a live tensor: a matrix of a stack, or some of its rows."""
     part = delta.part
-    if len(delta.shape) == 3:
-        change = _stacked(adapter, delta, expert, expert + 1)[0]
-        index = part.index[1:] if part else ()
+    if part and len(delta.shape) == 3:
+        change, part = _stacked(adapter, delta, expert, expert + 1)[0], replace(part, index=part.index[1:])
     else:
         a, b = adapter.tensor(delta.a), adapter.tensor(delta.b)
         change = (b.float() @ a.float() * delta.scaling).to(b.dtype)
-        index = part.index if part else ()
-    if part is not None:
-        change = change[tuple(slice(*at) if isinstance(at, tuple) else at for at in index)].permute(part.order)
-    weight.add_(change.to(weight.dtype))
+    weight.add_((part.of(change) if part else change).to(weight.dtype))
 
 
 def _stacked(adapter: Adapter, delta: Delta, begin: int, end: int) -> Any:

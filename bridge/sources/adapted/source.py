@@ -16,7 +16,7 @@ from bridge.core.text import number
 from bridge.sources.adapted.adapter import Adapter
 from bridge.sources.adapted.match import Change, Delta
 from bridge.sources.live_models import loading
-from bridge.sources.side_files import TOKENIZER
+from bridge.sources.side_files import OWN_TOKENIZER
 from bridge.sources.source import Source, Wrapped
 
 # Rows that are multiplied at once, at the same places whatever is read: a product of few rows has other last bits in
@@ -87,7 +87,7 @@ class AdaptedSource(Wrapped):
         """The base's, but the adapter's tokenizer if it has one."""
         files, own = dict(self.base.side_files), self.adapter.side_files or {}
         if own:
-            files = {name: file for name, file in files.items() if name not in TOKENIZER or name not in _REPLACED}
+            files = {name: file for name, file in files.items() if name not in OWN_TOKENIZER}
         return {**files, **own}
 
     def read(self, name: str) -> np.ndarray:
@@ -103,8 +103,8 @@ class AdaptedSource(Wrapped):
             return self.base.read_rows(name, begin, end, out)
         delta, spec = change.delta, self.specs[name]
         if delta is None:
-            rows = self._rows(name, change, 0, spec.shape[0])[begin:end] if change.bias else None
-            rows = self._rows(name, change, begin, end) if rows is None else rows
+            first, last = (0, spec.shape[0]) if change.bias else (begin, end)
+            rows = self._rows(name, change, first, last)[begin - first : end - first]
         elif delta.kind == "parameter" and len(delta.shape) == 3 and delta.part is None:
             rows = self._experts(name, change, begin, end)
         elif by_rows(delta):
@@ -129,9 +129,7 @@ class AdaptedSource(Wrapped):
             return np.array(bits_of(value.to(getattr(torch, spec.dtype)), spec.dtype))
         rows = np.array(self.base.read_rows(name, begin, end))
         if change.bias:
-            from bridge.sources.adapted.merge import merged_value
-
-            merged_value(self._tensor(rows, name), self.adapter, change)
+            self._tensor(rows, name).add_(self.adapter.tensor(change.bias) * change.scaling)
         return rows
 
     def _tensor(self, rows: np.ndarray, name: str) -> Any:
@@ -191,6 +189,3 @@ class AdaptedSource(Wrapped):
         if self.adapter.side_files and self.adapter.root:
             return loading.gathered_tokenizer(self.side_files, self.where)
         return self.base.load_tokenizer()
-
-
-_REPLACED = {name for name in TOKENIZER if name != "generation_config.json"}

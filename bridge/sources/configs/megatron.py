@@ -22,10 +22,10 @@ from bridge.sources.configs.facts import (
     target,
 )
 
-_TABLE = read_table(mappings() / "megatron_fields.toml")
-TERMS, EXPERT_TERMS, _ACTIVATIONS = map(_TABLE.texts, ("terms", "expert_terms", "activations"))
-_SINKS, _NORMS, _EXPERT_DEFAULTS = map(_TABLE.section, ("sinks", "layer_norm", "expert_defaults"))
-_PLAIN = {name: None if value == "none" else value for name, value in _TABLE.section("unsupported").items()}
+TABLE = read_table(mappings() / "megatron_fields.toml")
+TERMS, EXPERT_TERMS, _ACTIVATIONS = map(TABLE.texts, ("terms", "expert_terms", "activations"))
+_SINKS, _NORMS, _EXPERT_DEFAULTS = map(TABLE.section, ("sinks", "layer_norm", "expert_defaults"))
+_PLAIN = {name: None if value == "none" else value for name, value in TABLE.section("unsupported").items()}
 # Llama 3.1's numbers, constants in Megatron-Core's code.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _YARN: Mapping[str, Kind] = {

@@ -17,47 +17,10 @@ from bridge.core.errors import SourceError
 from bridge.core.text import nearest
 from bridge.sources.configs.derive import Declared
 from bridge.sources.configs.facts import Fact, shown
-from bridge.sources.configs.megatron import megatron_terms, terms_without_value
+from bridge.sources.configs.megatron import TABLE, megatron_terms, terms_without_value
 
-# NeMo 1's name -> Megatron-Core's name, NeMo's default if the file has no such field.
-_NEMO1: Mapping[str, tuple[str, object]] = {
-    "bias": ("add_bias_linear", True),
-    "qkv_bias": ("add_qkv_bias", False),
-    "bias_activation_fusion": ("bias_activation_fusion", True),
-    "rotary_percentage": ("rotary_percent", 1.0),
-    "rotary_base": ("rotary_base", 10000),
-    "position_embedding_type": ("position_embedding_type", "learned_absolute"),
-    "share_embeddings_and_output_weights": ("share_embeddings_and_output_weights", True),
-    "layernorm_epsilon": ("layernorm_epsilon", 1e-5),
-    "encoder_seq_length": ("seq_length", None),
-    "override_vocab_size": ("vocab_size", None),
-    "num_moe_experts": ("num_moe_experts", None),
-    "moe_router_topk": ("moe_router_topk", 2),
-    "layernorm_zero_centered_gamma": ("layernorm_zero_centered_gamma", False),
-    "apply_embedding_scaling": ("apply_embedding_scaling", False),
-}
-_NEMO1_ACTIVATIONS = {
-    "gelu": "gelu",
-    "geglu": "gelu",
-    "fast-geglu": "gelu",
-    "approx-gelu": "quick_gelu",
-    "reglu": "relu",
-    "fast-reglu": "relu",
-    "swiglu": "silu",
-    "fast-swiglu": "silu",
-    "squared-relu": "squared_relu",
-}
-_NEMO1_SCALING = {"scale_factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
-_NEMO1_NORMS = {"layernorm": "LayerNorm", "layernorm1p": "LayerNorm", "rmsnorm": "RMSNorm"}
-# Megatron-LM's argument -> Megatron-Core's field.
-_ARGUMENTS = {
-    "norm_epsilon": "layernorm_epsilon",
-    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
-    "num_experts": "num_moe_experts",
-    "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
-    "use_rope_scaling": "rope_scaling",
-    "swiglu": "gated_linear_unit",
-}
+_NEMO1, _NEMO1_SCALING = map(TABLE.section, ("nemo1", "nemo1_scaling"))
+_NEMO1_ACTIVATIONS, _NEMO1_NORMS, _ARGUMENTS = map(TABLE.texts, ("nemo1_activations", "nemo1_norms", "arguments"))
 _REFERENCE = re.compile(r"\$\{(?:\.|model\.)?(\w+)\}")
 
 
@@ -82,11 +45,11 @@ def nemo1_fields(raw: Any, where: str) -> dict[str, Fact]:
     model = raw["model"] if isinstance(raw.get("model"), Mapping) else raw
     flat = {str(key): _referred(value, model, 0) for key, value in model.items()}
     fields = _fields({k: v for k, v in flat.items() if k not in _NEMO1}, where)
-    for name, (field, default) in _NEMO1.items():
+    for name, (field, *default) in _NEMO1.items():
         if flat.get(name) is not None:
             fields[field] = Fact(flat[name], f"{where}: {name}")
-        elif default is not None:
-            fields[field] = Fact(default, f"{where} has no {name}: NeMo's default")
+        elif default:
+            fields[field] = Fact(default[0], f"{where} has no {name}: NeMo's default")
     _nemo1_words(flat, fields, where)
     extra = flat.get("mcore_customization_config")
     fields |= _fields(extra, f"{where}: mcore_customization_config") if isinstance(extra, Mapping) else {}

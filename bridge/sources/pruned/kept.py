@@ -111,11 +111,9 @@ def load_kept(path: Path) -> tuple[Kept, list[str], Sparse | None]:
     try:
         file = SafetensorsFile(path)
         about = parse_json(file.header.metadata["pruning"])
-        choices: dict[str, dict[At, Positions]] = {}
         norms = {name.removeprefix(_NORMS): file.read(name) for name in file.specs if name.startswith(_NORMS)}
-        for name in [name for name in file.specs if not name.startswith(_NORMS)]:
-            dim, place = dim_and_place(name)
-            choices.setdefault(dim, {})[place] = file.read(name).astype(np.int64)
+        named = [name for name in file.specs if not name.startswith(_NORMS)]
+        choices = by_place({name: file.read(name).astype(np.int64) for name in named})
         kept = Kept(dict(about["before"]), dict(about["after"]), choices)
         sparse = about.get("sparse")
         zeros = Sparse(str(sparse["method"]), dict(sparse["axes"]), norms) if sparse else None
@@ -124,17 +122,20 @@ def load_kept(path: Path) -> tuple[Kept, list[str], Sparse | None]:
         raise PlanError(f"{path}: not a file of what a pruned model kept: {error}") from error
 
 
-def dim_and_place(name: str) -> tuple[str, At]:
-    """The dim, layer and expert that `named_arrays` named."""
-    dim, *numbers = name.split("/")
-    layer, expert = [*(int(number) for number in numbers), None, None][:2]
-    return dim, (layer, expert)
+def by_place(named: Mapping[str, np.ndarray]) -> dict[str, dict[At, np.ndarray]]:
+    """The arrays that `named_arrays` named: dim -> layer and expert -> array."""
+    places: dict[str, dict[At, np.ndarray]] = {}
+    for name, array in named.items():
+        dim, *numbers = name.split("/")
+        layer, expert = [*(int(number) for number in numbers), None, None][:2]
+        places.setdefault(dim, {})[layer, expert] = array
+    return places
 
 
-def named_arrays(by_place: Mapping[str, Mapping[At, np.ndarray]]) -> dict[str, np.ndarray]:
+def named_arrays(placed: Mapping[str, Mapping[At, np.ndarray]]) -> dict[str, np.ndarray]:
     """Arrays by `dim`, `dim/layer` or `dim/layer/expert`."""
     return {
         "/".join([dim, *(str(number) for number in place if number is not None)]): np.ascontiguousarray(array)
-        for dim, places in by_place.items()
+        for dim, places in placed.items()
         for place, array in places.items()
     }

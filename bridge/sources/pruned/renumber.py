@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from bridge.core.errors import PlanError
@@ -87,7 +88,8 @@ def _tokenizer(vocabulary: Vocabulary, number: Number) -> dict[str, Any]:
         left = model["vocab"]
         model["merges"] = [merge for merge in model["merges"] if _is_left(merge, left)]
     added = content.get("added_tokens") or []
-    content["added_tokens"] = sorted(({**token, "id": _kept(number, token["id"])} for token in added), key=_id)
+    renumbered = ({**token, "id": _kept(number, token["id"])} for token in added)
+    content["added_tokens"] = sorted(renumbered, key=itemgetter("id"))
     if isinstance(padding := content.get("padding"), Mapping):
         content["padding"] = {**padding, "pad_id": _kept(number, padding["pad_id"])}
     content["post_processor"] = _post_processor(content.get("post_processor"), number)
@@ -122,10 +124,6 @@ def _kept(number: Number, old: int) -> int:
     if new is None:  # Vocabulary.needed has all that a whole file names
         raise PlanError(f"{FILE} names the token {old} in one place only; save the tokenizer anew, or leave vocab out")
     return new
-
-
-def _id(token: Mapping[str, Any]) -> int:
-    return int(token["id"])
 
 
 def _json(content: Any) -> bytes:

@@ -14,7 +14,7 @@ from bridge.core.formats.safetensors import SafetensorsFile, file_pieces
 from bridge.core.output.temporary import write_whole
 from bridge.core.parsing.limited import parse_json
 from bridge.core.remote.path import as_path
-from bridge.sources.pruned.kept import At, dim_and_place, named_arrays
+from bridge.sources.pruned.kept import At, by_place, named_arrays
 
 ByPlace = Mapping[str, Mapping[At, np.ndarray]]
 
@@ -48,10 +48,7 @@ class Scores:
         try:
             file = SafetensorsFile(path)
             about = parse_json(file.header.metadata["scores"])
-            scores: dict[str, dict[At, np.ndarray]] = {}
-            for name in file.specs:
-                dim, place = dim_and_place(name)
-                scores.setdefault(dim, {})[place] = file.read(name)
+            scores = by_place({name: file.read(name) for name in file.specs})
             return cls(scores, str(about["importance"]), str(about["model"]), str(about["data"]))
         except (BridgeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"{path}: not a file of scores: {error}") from error

@@ -66,7 +66,8 @@ class PrunedSource(Wrapped):
         self._names = matched.table.names(config)
         self._places = dict(self._placed())
         self._last: dict[int, tuple[At, tuple[Positions, ...]]] = {}  # of each row: those that were last asked for
-        shapes = {id(old): new.shape for old, new in zip(matched.entries, self._new_entries(), strict=True)}
+        entries = entries_of(matched.table, matched.architecture, self._names, matched.prefix)
+        shapes = {id(old): new.shape for old, new in zip(matched.entries, entries, strict=True)}
         self.specs = {
             name: TensorSpec(name, shapes[id(entry)], source.specs[stored].dtype, source.specs[stored].across)
             for name, (stored, entry, _, _) in self._places.items()
@@ -189,9 +190,6 @@ class PrunedSource(Wrapped):
                 new_expert = kept.index(expert)
             new_layer = None if layer is None else layers[layer]
             yield numbered(entry.name, new_layer, new_expert), (stored, entry, layer, expert)
-
-    def _new_entries(self) -> Iterator[Entry]:
-        return entries_of(self.matched.table, self.matched.architecture, self._names, self.matched.prefix)
 
     def positions(self, name: str) -> tuple[Positions, ...]:
         """Where the tensor's values lie along each axis of the stored one."""

@@ -89,7 +89,7 @@ def find_weights(root: Path, others: Container[str] = (), stem: str = "") -> Wei
             problems.append(f"{name}: missing, though the index names it; download it again")
             continue
         with collected(problems, str(root)):
-            shards.append(_open(root / name))
+            shards.append(open_weights(root / name))
     holder: dict[str, WeightFile] = {}
     for shard in shards:
         if twice := held_twice(shard, holder):
@@ -103,7 +103,8 @@ def find_weights(root: Path, others: Container[str] = (), stem: str = "") -> Wei
     return Weights(specs, {name: holder[name] for name in ordered}, files, tuple(problems))
 
 
-def _open(path: Path) -> WeightFile:
+def open_weights(path: Path) -> WeightFile:
+    """Read the header of a file of safetensors, or of torch."""
     if path.name.endswith(".safetensors"):
         return SafetensorsFile(path)
     from bridge.core.formats.torch_file import TorchFile  # its readers of pickles are not needed for safetensors
@@ -139,9 +140,8 @@ def _choose(root: Path, names: list[str], stem: str, suffix: str) -> _Choice | N
         return _Choice(tuple(files), None, tuple(problems))
     if single in names:
         return _Choice((single,), None)
-    if (
-        suffix == "bin" or stem != "model"
-    ):  # a directory holds many other .bin files: training arguments, optimizer states
+    # A directory holds many other .bin files: training arguments, optimizer states.
+    if suffix == "bin" or stem != "model":
         return None
     others = [
         name for name in names if name.endswith(f".{suffix}") and not name.startswith(("adapter", "consolidated"))

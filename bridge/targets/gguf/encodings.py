@@ -11,6 +11,7 @@ FILE_TYPES = {
     "float32": 0, "float16": 1, "q4_0": 2, "q8_0": 7, "q4_k": 14, "q5_k": 16, "q6_k": 18, "bfloat16": 32, "mxfp4": 38,
     "nvfp4": 39,
 }  # fmt: skip
+INTEGERS = ("int8", "int4")
 ALL = "q8_0 and int8_wo (Q8_0), q4_0 and int4_wo (Q4_0), mxfp4_wo (MXFP4), nvfp4_wo (NVFP4), q4_k, q5_k and q6_k"
 
 
@@ -32,22 +33,17 @@ def block_type(format_: Format) -> str:
 
 def why_unsupported(format_: Format) -> str:
     """Why llama.cpp has no place for a format, with the nearest scheme; "" if it has."""
+    first, entry = format_.weight[0], format_.input
     if format_.prescales:
-        near = _nearest(format_.weight[0])
-        return f"llama.cpp divides no input by a pre-scale, as {format_.algorithm} needs; use {near}"
-    if format_.input is not None and (format_.input.static or block_type(format_) or _is_integer(format_)):
-        return f"llama.cpp rounds activations by itself, to 8 bits in blocks; use {_nearest(format_.weight[0])}"
+        return f"llama.cpp divides no input by a pre-scale, as {format_.algorithm} needs; use {_nearest(first)}"
+    if entry is not None and (entry.static or block_type(format_) or first.dtype in INTEGERS):
+        return f"llama.cpp rounds activations by itself, to 8 bits in blocks; use {_nearest(first)}"
     if not block_type(format_):
-        first = format_.weight[0]
         per = f"blocks of {'×'.join(map(str, first.block))}" if first.block else f"a scale per {first.per}"
         return f"ggml has no block type for {first.dtype} in {per}; use {_nearest(first)}; known: {ALL}"
-    if format_.weight[0].dtype in SEARCHED and not is_installed():
+    if first.dtype in SEARCHED and not is_installed():
         return INSTALL
     return ""
-
-
-def _is_integer(format_: Format) -> bool:
-    return format_.weight[0].dtype in ("int8", "int4")
 
 
 def _nearest(first: Numeric) -> str:
@@ -65,7 +61,7 @@ def coding(format_: Format) -> Encoding:
 def rounding_note(format_: Format) -> str:
     """What changes beside the scheme's codes in other targets, for the plan; "" if nothing does."""
     first = format_.weight[0]
-    if first.dtype not in ("int8", "int4") or first.block == (DTYPES["q8_0"].block,):
+    if first.dtype not in INTEGERS or first.block == (DTYPES["q8_0"].block,):
         return ""
     of = f"block of {first.block[0]}" if first.block else first.per
     return f"each {of} becomes {block_type(format_).upper()} blocks of 32 that repeat its scale, rounded to float16"

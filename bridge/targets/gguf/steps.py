@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from bridge.core.dtypes import DTYPES, FLOATS
 from bridge.core.formats.gguf import MAX_NAME
-from bridge.core.text import pattern
 from bridge.core.values import Format, Site, TensorSpec
 from bridge.planning.plan import Output, Step
 from bridge.planning.target import Drafted
@@ -20,6 +19,7 @@ from bridge.targets.gguf.llama_cpp import graphs
 FILE = "model.gguf"
 # llama.cpp adds and multiplies in float32 only, and finds the experts in float32.
 SINGLE = ("norm", "bias", "router")
+POSITIONS = ("embed.positions.weight",)  # learned ones, which it adds to the embedding
 
 
 @dataclass
@@ -28,18 +28,11 @@ class Drafting(DialectDrafting):
 
     _notes: dict[str, None] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._sites = {site.module: site for site in self.draft.structure.sites}
-
     def drafted(self) -> Drafted:
         """Make the steps; problems name the row."""
         tied = self.dialect.shares_head(self.matched)
-        if tied and ("head.weight", None, None) in self._roles:
-            module = self._roles["head.weight", None, None][0].module
-            if module in self.draft.quantized:
-                why = "is the embedding here, which is not quantized; keep the head in a recipe"
-                self._drafted.problems.append((module, why))
+        if tied:
+            self._refuse_quantized_head("is the embedding here, which is not quantized; keep the head in a recipe")
         for row, layer in self._rows(head=not tied):
             self._add(row, layer)
         self._drafted.notes += self._notes
@@ -47,17 +40,11 @@ class Drafting(DialectDrafting):
 
     def _add(self, row: DialectRow, layer: int | None) -> None:
         placed = self._place(row, layer, self.matched.names, Rank())
-        if placed is None:
+        if placed is None or (found := self._sites_of(placed)) is None:
             return
-        modules = tuple(dict.fromkeys(block.module for block in placed.blocks if block.module))
-        sites = [self._sites[module] for module in modules if module in self._sites]
-        formats = {self.draft.formats.get(site.weight) for site in sites}
-        quantized = [format_ for format_ in formats if isinstance(format_, Format)]
-        if quantized and len(formats) > 1:
-            joined = ", ".join(dict.fromkeys(map(pattern, modules)))  # without numbers, so that layers fold
-            self._problem(row, layer, f"{joined} are one matrix here and need one format; name all in one rule")
-        elif quantized:
-            self._add_quantized(placed, sites, quantized[0])
+        sites, format_ = found
+        if format_:
+            self._add_quantized(placed, sites[0], format_)
         else:
             self._add_plain(placed, sites[0] if sites else None)
 
@@ -67,16 +54,13 @@ class Drafting(DialectDrafting):
             self._problem(placed.row, placed.layer, f"is {spec.dtype} in the source; save it as bf16")
             return
         kinds = {self.matched.table.roles.roles[role].kind for role in placed.row.roles}
-        dtype = "float32" if kinds.intersection(SINGLE) or self._positions(placed) else self.draft.options.dtype
+        single = kinds.intersection(SINGLE) or placed.row.roles == POSITIONS
+        dtype = "float32" if single else self.draft.options.dtype
         output = Output(TensorSpec(placed.name, self._shape(placed), dtype), "weight", str(placed.row.expr), FILE)
         kept = self.draft.why_plain(spec, site)
         self._drafted.steps.append(Step(placed.slices, (output,), site, kept=kept, shift=placed.shift))
 
-    def _positions(self, placed: Placed) -> bool:
-        """Learned positions, which llama.cpp adds to the embedding."""
-        return placed.row.roles == ("embed.positions.weight",)
-
-    def _add_quantized(self, placed: Placed, sites: list[Site], format_: Format) -> None:
+    def _add_quantized(self, placed: Placed, site: Site, format_: Format) -> None:
         spec, shape = self.draft.specs[placed.blocks[0].source], self._shape(placed)
         problems = self._incompatibilities(placed, spec, shape, format_)
         for problem in problems:
@@ -91,7 +75,7 @@ class Drafting(DialectDrafting):
             outputs.append(Output(TensorSpec(name, (1,), "float32"), "scale_2", above, FILE))
         if note := rounding_note(format_):
             self._notes[note] = None
-        self._drafted.steps.append(Step(placed.slices, tuple(outputs), sites[0], format_, coding=coding(format_)))
+        self._drafted.steps.append(Step(placed.slices, tuple(outputs), site, format_, coding=coding(format_)))
 
     def _biased(self, placed: Placed) -> bool:
         """Whether it is a matrix of an MLP with biases."""

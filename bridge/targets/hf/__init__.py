@@ -155,9 +155,9 @@ class Hf(StreamedTarget):
         return ""
 
     def generator(self, directory: Path) -> Generator:
-        from bridge.targets.hf.generator import Generator as TransformersGenerator
+        from bridge.targets.hf import runtime
 
-        return TransformersGenerator(directory)
+        return runtime.Generator(directory)
 
     def next_command(self, plan: Plan) -> str:
         """The command of a program that loads it, for a language model."""

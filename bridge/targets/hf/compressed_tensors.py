@@ -12,8 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bridge.core.text import grouped
 from bridge.core.values import Encoding, Format, Numeric, Site
 from bridge.planning.plan import Plan
+from bridge.quant.codec.blocks import grid
 from bridge.targets.config_json import config_json
 from bridge.targets.hf.spelling import Part, Traits
 from bridge.targets.stacks import listed_as
@@ -103,7 +105,8 @@ def parts(format_: Format, site: Site, shape: tuple[int, ...], dtype: str, folde
     if first.scale_dtype == NV:
         tensors.append(Part("scale_2", f"{module}.weight_global_scale", (1,), "float32"))
     scale_dtype = {MX: "uint8", NV: NV}.get(first.scale_dtype, dtype)
-    tensors.append(Part("scale", f"{module}.weight_scale", _grid(first, (out, in_)), scale_dtype))
+    scales = (1,) if first.per == "tensor" else grid(first, shape, "out_in").shape
+    tensors.append(Part("scale", f"{module}.weight_scale", scales, scale_dtype))
     if compression_name == "pack-quantized":
         tensors.append(Part("shape", f"{module}.weight_shape", (2,), "int64"))
     if format_.input is not None and format_.input.static:
@@ -138,21 +141,16 @@ def config_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 def quantization_config(plan: Plan) -> dict[str, Any] | None:
     """The section that runtimes read; None if nothing is quantized."""
+    quantized = [(step.site.module, step.format) for step in plan.quantized if step.site and step.format]
     # What differs in how it was calibrated or folded is one group: some servers find no experts by their names.
-    alike: dict[str, list[str]] = {}
-    formats: dict[str, Format] = {}
-    for step in plan.quantized:
-        assert step.site and step.format
-        words = json.dumps(_group(step.format, []))
-        alike.setdefault(words, []).append(step.site.module)
-        formats[words] = step.format
+    alike = grouped(quantized, lambda pair: json.dumps(_group(pair[1], [])))
     kv = any(output.part == "k_scale" for output in plan.outputs)
     if not alike and not kv:
         return None
-    names = {compression(format_) for format_ in formats.values()}
+    names = {compression(format_) for _, format_ in quantized}
     groups = {
-        f"group_{number}": _group(formats[words], ["Linear"] if len(alike) == 1 else sorted(modules))
-        for number, (words, modules) in enumerate(alike.items())
+        f"group_{number}": _group(pairs[0][1], ["Linear"] if len(alike) == 1 else sorted(module for module, _ in pairs))
+        for number, pairs in enumerate(alike)
     }
     return {
         "config_groups": groups,
@@ -190,15 +188,6 @@ def compression(format_: Format) -> str:
     if BITS[first.dtype][0] == "int":
         return "int-quantized" if format_.input else "pack-quantized"
     return "float-quantized" if format_.input else "naive-quantized"
-
-
-def _grid(first: Numeric, shape: tuple[int, int]) -> tuple[int, ...]:
-    """Shape of the scales: per tensor, per row, or per block; the last block may be partial if it has two axes."""
-    out, in_ = shape
-    if first.per != "block":
-        return (1,) if first.per == "tensor" else (out, 1)
-    down, across = first.block if len(first.block) == 2 else (1, first.block[0])
-    return -(-out // down), -(-in_ // across)
 
 
 def _group(format_: Format, targets: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Run a written checkpoint, dequantized, in its class of `transformers` or `diffusers`.
+"""Run a written checkpoint, dequantized, in its class of `transformers` or `diffusers`, or generate with it.
 
 This tests names, layouts, scales, pre-scales and folded norms together. Activations and the KV cache are not quantized;
 `substitute` says so.
@@ -7,7 +7,7 @@ This tests names, layouts, scales, pre-scales and folded norms together. Activat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from bridge.core.dtypes import DTYPES, from_float32, to_float32
 from bridge.core.errors import BridgeError, CannotRun
+from bridge.core.output.names import GENERATION
 from bridge.core.values import TensorSpec
 from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Output, Plan, Step
@@ -23,7 +24,9 @@ from bridge.sources.config_json import read_json
 from bridge.sources.configs.diffusion import is_diffusion, with_architecture
 from bridge.streaming.experts import decode_experts
 from bridge.streaming.written import OutputReader
+from bridge.targets.generation import READS, TRANSCRIBES, Settings, from_thread
 from bridge.targets.hf.shards import names_of
+from bridge.targets.tasks import classes_of
 
 
 class Rebuilt:
@@ -126,3 +129,63 @@ class Runtime:
 
         batch = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in feeds.items()}
         return {self.outputs[0]: self._run(batch).float().numpy()}
+
+
+class Generator:
+    """See `bridge.targets.generation.Generator`."""
+
+    def __init__(self, directory: Path) -> None:
+        runtime = Runtime(directory)
+        self.runs = "its weights, dequantized, in transformers" if runtime.substitute else "its weights in transformers"
+        self._model = runtime.model
+        if type(self._model).__name__ in classes_of(TRANSCRIBES) and (directory / GENERATION).is_file():
+            from transformers import GenerationConfig
+
+            # names the languages, and what is never written
+            self._model.generation_config = GenerationConfig.from_pretrained(directory)
+        self._seen: dict[str, Any] = {}
+
+    def look(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """See `bridge.targets.generation.Seeing`."""
+        import torch
+
+        tensors = {name: torch.from_numpy(array) for name, array in inputs.items()}
+        self._seen = {n: t.to(self._model.dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+
+    def generate(self, ids: Sequence[int], settings: Settings) -> Iterator[int]:
+        return from_thread(lambda hand: self._work(list(ids), settings, hand))
+
+    def _work(self, ids: list[int], settings: Settings, hand: Callable[[int], bool]) -> None:
+        import torch
+
+        stream = _Stream(hand)
+
+        def stopped(tokens: Any, *_: Any, **__: Any) -> Any:
+            return torch.full((len(tokens),), stream.stopped, dtype=torch.bool)
+
+        sampling = {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0} if settings.temperature else {}
+        torch.manual_seed(settings.seed)
+        # of a model that reads an image or a sound alone, a prompt is what the decoder has written so far
+        alone = type(self._model).__name__ in classes_of(READS, TRANSCRIBES)
+        name = "decoder_input_ids" if alone else "input_ids"
+        prompt = {name: torch.tensor([ids])} if ids else {}
+        self._model.generate(
+            **prompt, max_new_tokens=settings.tokens, do_sample=bool(sampling), streamer=stream,
+            stopping_criteria=[stopped], eos_token_id=sorted(settings.stop) or None, pad_token_id=0,
+            **self._seen, **sampling,
+        )  # fmt: skip
+
+
+class _Stream:
+    """What transformers hands tokens to: the prompt first, then each new token."""
+
+    def __init__(self, hand: Callable[[int], bool]) -> None:
+        self._hand, self._begun, self.stopped = hand, False, False
+
+    def put(self, tokens: Any) -> None:
+        if self._begun:
+            self.stopped = self._hand(int(tokens.flatten()[0]))
+        self._begun = True
+
+    def end(self) -> None:
+        """Nothing is left to hand over."""

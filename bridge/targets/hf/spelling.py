@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from bridge.core.values import Encoding, Format, Numeric, Site
-
-if TYPE_CHECKING:
-    from bridge.planning.plan import Plan
+from bridge.core.values import Encoding, Format, Numeric, Site, TensorSpec
+from bridge.planning.plan import Output, Plan
 
 # Value of `--format` -> the module, or the object of a module, with the functions of `Spelling`.
 SPELLINGS = {
@@ -34,6 +32,10 @@ class Part:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+    def output(self, expression: str) -> Output:
+        """The part as a plan has it."""
+        return Output(TensorSpec(self.name, self.shape, self.dtype), self.part, expression)
 
 
 @dataclass(frozen=True)

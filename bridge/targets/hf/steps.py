@@ -18,7 +18,7 @@ from bridge.targets.fused import MIN_GROUP, block_of, fused_with, is_refit
 from bridge.targets.hf.experts import MIXED_EXPERTS, Experts
 from bridge.targets.hf.folding import Folding
 from bridge.targets.hf.shards import divide, names_for
-from bridge.targets.hf.spelling import Part, Spelling
+from bridge.targets.hf.spelling import Spelling
 from bridge.targets.modelopt_format import routers
 
 ALLOW_SPLIT = "or pass allow_split=True (--allow-split)"
@@ -165,7 +165,7 @@ class Drafting:
             shares = joined or (unified or fused or ("",))[0]
         return Step(
             (Slice(spec.name, module=site.module, transposed=site.layout == "in_out"),),
-            tuple(_output(part, format_, spec, len(unified), len(fused)) for part in parts),
+            tuple(part.output(_expression(part.part, format_, spec.name, len(unified), len(fused))) for part in parts),
             site,
             format_,
             coding=coding,
@@ -200,11 +200,9 @@ class Drafting:
         )
 
     def _kv_step(self, attention: str, kv: Numeric) -> Step:
-        outputs = []
-        for part in self._spelling.kv_parts(attention, self._draft.options.dtype):
-            text = f"{amax_words(kv, part.part[0])} / {kv.maxbound:g}"
-            outputs.append(Output(TensorSpec(part.name, part.shape, part.dtype), part.part, text))
-        return Step((), tuple(outputs), attention=attention, kv=kv)
+        parts = self._spelling.kv_parts(attention, self._draft.options.dtype)
+        outputs = tuple(part.output(f"{amax_words(kv, part.part[0])} / {kv.maxbound:g}") for part in parts)
+        return Step((), outputs, attention=attention, kv=kv)
 
     def _assign_files(self, steps: Sequence[Step]) -> list[Step]:
         """Assign every output to its shard, in the order of the model's state dict."""
@@ -216,11 +214,6 @@ class Drafting:
 def _one_tile(format_: Format, shape: tuple[int, int]) -> bool:
     block = format_.weight[0].block
     return len(block) == 2 and shape[0] <= block[0] and shape[1] <= block[1]
-
-
-def _output(part: Part, format_: Format, spec: TensorSpec, group: int, fused: int) -> Output:
-    text = _expression(part.part, format_, spec.name, group, fused)
-    return Output(TensorSpec(part.name, part.shape, part.dtype), part.part, text)
 
 
 def _expression(part: str, format_: Format, name: str, group: int, fused: int) -> str:
@@ -238,16 +231,12 @@ def _expression(part: str, format_: Format, name: str, group: int, fused: int) -
             bound = 6 * first.largest_scale if len(format_.weight) == 1 else 448
             return f"amax({weight}){shared} / {bound:g}"
         case "input_scale":
-            return _input_scale(format_.input, shared)
+            assert format_.input
+            amax = amax_words(format_.input, "input") + ("" if format_.input.constant else shared)
+            return f"{amax} / {format_.input.maxbound:g}"
         case "pre_quant_scale":
             return f"calibration: {format_.algorithm}{f', mean of {group}' if group >= MIN_GROUP else ''}"
     return part
-
-
-def _input_scale(numeric: Numeric | None, shared: str) -> str:
-    if numeric is None:
-        return ""
-    return f"{amax_words(numeric, 'input')}{'' if numeric.constant else shared} / {numeric.maxbound:g}"
 
 
 def _state_order(steps: Sequence[Step]) -> list[TensorSpec]:

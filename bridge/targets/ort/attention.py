@@ -101,11 +101,9 @@ def _joined(value: ir.Value) -> ir.Value | None:
 
 def _bias(mask: ir.Value, before: ir.Node) -> ir.Value:
     """What is added to scores: 0 where `mask` is true. Not -inf: rows of padding see nothing and must stay finite."""
-    graph = before.graph
-    assert graph is not None
     if mask.dtype != ir.DataType.BOOL:
         return mask
-    choices = [constant(graph, np.array(number, np.float32)) for number in (0, np.finfo(np.float32).min)]
+    choices = [constant(before.graph, np.array(number, np.float32)) for number in (0, np.finfo(np.float32).min)]
     return add_node(before, "Where", [mask, *choices], f"{mask.name}/bias", (ir.DataType.FLOAT, extents(mask)))
 
 

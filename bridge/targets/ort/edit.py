@@ -28,10 +28,11 @@ def add_node(
     return output
 
 
-def constant(graph: ir.Graph, value: np.ndarray, name: str = "") -> ir.Value:
+def constant(graph: ir.Graph | None, value: np.ndarray, name: str = "") -> ir.Value:
     """An initializer that is stored in the .onnx itself: by `name`, or a few numbers, of which equal ones are one."""
     if not name:
         name = f"constant.{value.dtype}.{'x'.join(map(str, value.shape))}.{'_'.join(map(str, value.ravel().tolist()))}"
+    assert graph is not None
     if name not in graph.initializers:
         tensor = ir.tensor(value, name=name)
         graph.register_initializer(
@@ -73,11 +74,9 @@ def as_sequence(value: ir.Value, before: ir.Node, name: str) -> ir.Value:
             return whole
     else:
         rows = add_node(before, "Transpose", [value], f"{name}/turned", (value.dtype, None), {"perm": [0, 2, 1, 3]})
-    graph = before.graph
-    assert graph is not None
     _, heads, _, width = extents(value)
     assert isinstance(heads, int) and isinstance(width, int)
-    shape = constant(graph, np.array([0, 0, heads * width], np.int64))
+    shape = constant(before.graph, np.array([0, 0, heads * width], np.int64))
     return add_node(
         before, "Reshape", [rows, shape], f"{name}/joined", (value.dtype, ("batch", "sequence", heads * width))
     )
@@ -85,11 +84,9 @@ def as_sequence(value: ir.Value, before: ir.Node, name: str) -> ir.Value:
 
 def as_heads(rows: ir.Value, like: ir.Value, before: ir.Node, name: str) -> ir.Value:
     """What `as_sequence` takes back: [batch, sequence, heads * width] in the form of `like`."""
-    graph = before.graph
-    assert graph is not None
     _, heads, _, width = extents(like)
     assert isinstance(heads, int) and isinstance(width, int)
-    shape = constant(graph, np.array([0, 0, heads, width], np.int64))
+    shape = constant(before.graph, np.array([0, 0, heads, width], np.int64))
     split = add_node(
         before, "Reshape", [rows, shape], f"{name}/split", (like.dtype, ("batch", "sequence", heads, width))
     )

@@ -82,7 +82,8 @@ def _fuse(node: ir.Node) -> bool:
 
 def _normalized(scaled: ir.Node | None) -> tuple[ir.Value | None, float]:
     """x and epsilon of x * (mean(x^2) + epsilon)^-1/2 over the last axis; (None, 0) of anything else."""
-    root = producer_of(producer_of_input(scaled, 1, "Reciprocal"), "Sqrt")
+    reciprocal = producer_of(input_of(scaled, 1), "Reciprocal")
+    root = producer_of(input_of(reciprocal, 0), "Sqrt")
     total = producer_of(input_of(root, 0), "Add")
     mean = producer_of(input_of(total, 0), "ReduceMean")
     square = producer_of(input_of(mean, 0), "Pow")
@@ -92,8 +93,3 @@ def _normalized(scaled: ir.Node | None) -> tuple[ir.Value | None, float]:
     if value is None or epsilon is None or not powers or input_of(square, 0) is not value:
         return None, 0.0
     return value, epsilon
-
-
-def producer_of_input(node: ir.Node | None, at: int, kind: str) -> ir.Value | None:
-    """What the `kind` that computes an input of `node` reads."""
-    return input_of(producer_of(input_of(node, at), kind), 0)

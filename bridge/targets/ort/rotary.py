@@ -69,11 +69,9 @@ def _angles(value: ir.Value | None) -> ir.Value | None:
 def _half(angles: ir.Value) -> ir.Value:
     """Cosine or sine of each angle once, [batch, sequence, width / 2]: RotaryEmbedding repeats them itself."""
     node = angles.producer()
-    assert node is not None and node.graph is not None
+    assert node is not None and node.inputs[0] is not None
     if node.op_type == "Concat":
-        assert node.inputs[0] is not None
         return node.inputs[0]
-    assert node.inputs[0] is not None
     batch, sequence, width = extents(angles)
     assert isinstance(width, int)
     shape, attributes = (batch, sequence, width // 2), dict(node.attributes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +17,13 @@ from bridge.targets.tripy.formats import CODES
 from bridge.targets.tripy.section import Entry, Section, read_section
 
 CHUNK = 1 << 21  # values that are quantized at once
+Problems = Iterator[tuple[str, str]]  # a module or a tensor, and what is wrong with it
 COMPANIONS = ("weight_scale", "input_scale", "pre_quant_scale")
 
 
 def lint(directory: Path) -> list[str]:
     """Return a message for each violation of the contract, with modules folded. Reads scales, but no weight."""
-    try:
-        section, _ = read_section(directory)
-        file = SafetensorsFile(directory / DEFAULT_FILE)
-        return [f"error [tripy] {line}" for line in fold_problems(contract(file, section))]
-    except SourceError as error:
-        return [f"error [files] {error}"]
+    return _checked(directory, contract)
 
 
 def audit(directory: Path) -> list[str]:
@@ -35,19 +31,20 @@ def audit(directory: Path) -> list[str]:
 
     Of float8 under twice its scale only the odd smallest codes show it.
     """
+    return _checked(directory, inexact)
+
+
+def _checked(directory: Path, check: Callable[[SafetensorsFile, Section], Problems]) -> list[str]:
     try:
         section, _ = read_section(directory)
         file = SafetensorsFile(directory / DEFAULT_FILE)
-        if not section.snapped or any(contract(file, section)):
-            return []
-        wrong = [(name, text) for name, entry in section.modules.items() if (text := _inexact(file, name, entry))]
-        return [f"error [tripy] {line}" for line in fold_problems(wrong)]
+        return [f"error [tripy] {line}" for line in fold_problems(check(file, section))]
     except SourceError as error:
         return [f"error [files] {error}"]
 
 
-def contract(file: SafetensorsFile, section: Section) -> Iterator[tuple[str, str]]:
-    """Yield (module or tensor, what is wrong): the file compared with config.json."""
+def contract(file: SafetensorsFile, section: Section) -> Problems:
+    """Compare the file with config.json."""
     for name, spec in file.specs.items():
         if DTYPES[spec.dtype].floating and spec.dtype != section.dtype:
             yield name, f"is {spec.dtype}, but a module of {section.dtype} takes only {section.dtype}"
@@ -89,6 +86,14 @@ def _module(file: SafetensorsFile, module: str, entry: Entry) -> Iterator[str]:
         values = to_float32(file.read(spec.name), spec.dtype)
         if not (np.isfinite(values) & (values > 0)).all():
             yield f"has {part} that is not finite and positive"
+
+
+def inexact(file: SafetensorsFile, section: Section) -> Problems:
+    """Compare weights with their codes, in a file that keeps the contract."""
+    if section.snapped and not any(contract(file, section)):
+        for module, entry in section.modules.items():
+            if text := _inexact(file, module, entry):
+                yield module, text
 
 
 def _inexact(file: SafetensorsFile, module: str, entry: Entry) -> str:

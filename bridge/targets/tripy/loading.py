@@ -20,12 +20,11 @@ from bridge.core.values import TensorSpec
 from bridge.planning.plan import DEFAULT_FILE, Plan
 from bridge.sources.live_models.loading import as_tensor
 from bridge.targets.tripy.frontend import nvtripy
-from bridge.targets.tripy.lint import contract
+from bridge.targets.tripy.lint import Problems, contract
 from bridge.targets.tripy.section import Entry, read_section, section_of
 
 COMPANIONS = (".weight_scale", ".input_scale", ".pre_quant_scale")
 LOADED = "_loaded_by_bridge"  # on a module: names that have values now, but not tensors of its own class
-Problems = Iterator[tuple[str, str]]  # a tensor or a part of the module, and what is wrong with it
 
 
 def load(directory: str | Path, module: Any) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from bridge.core.dtypes import DTYPES, FLOATS
 from bridge.core.errors import PlanError
-from bridge.core.text import pattern
 from bridge.core.values import Encoding, Format, Site, Slice, TensorSpec
 from bridge.planning.plan import Output, Step
 from bridge.planning.target import Drafted
@@ -29,8 +28,6 @@ class Ranks(DialectDrafting):
         super().__post_init__()
         self._tp, self._pp = int(self.draft.options.tp), int(self.draft.options.pp)
         self._present = roles_by_layer(self._roles)
-        self._sites = {site.module: site for site in self.draft.structure.sites}
-        self._quantized = self.draft.quantized
 
     def drafted(self) -> Drafted:
         """Make the steps, rank by rank; problems name the row."""
@@ -41,11 +38,8 @@ class Ranks(DialectDrafting):
         self._each = layers // self._pp
         shares_head = self.dialect.shares_head(self.matched, self._pp)  # the loader takes it from the embedding
         rows, vocab = list(self._rows(head=not shares_head)), vocab_multiple(self._quantized.values())
-        if shares_head and "head.weight" in self._present[None]:
-            module = self._roles["head.weight", None, None][0].module
-            if module in self._quantized:
-                why = "is the embedding here and cannot be quantized; keep it, or pp=2"
-                self._drafted.problems.append((module, why))
+        if shares_head:
+            self._refuse_quantized_head("is the embedding here and cannot be quantized; keep it, or pp=2")
         for stage in range(self._pp):
             for number in range(self._tp):
                 rank, file = Rank(number, self._tp, vocab), f"rank{stage * self._tp + number}.safetensors"
@@ -62,17 +56,11 @@ class Ranks(DialectDrafting):
 
     def _add(self, row: DialectRow, layer: int | None, rank: Rank, file: str) -> None:
         placed = self._place(row, layer, self.matched.names, rank)
-        if placed is None:
+        if placed is None or (found := self._sites_of(placed)) is None:
             return
-        modules = tuple(dict.fromkeys(block.module for block in placed.blocks if block.source))
-        sites = [self._sites[module] for module in modules if module in self._sites]
-        formats = {self.draft.formats.get(site.weight) for site in sites}
-        quantized = {format_ for format_ in formats if isinstance(format_, Format)}
-        if len(quantized) > 1 or (quantized and len(formats) > 1):
-            joined = ", ".join(dict.fromkeys(map(pattern, modules)))  # without numbers, so that layers fold
-            self._problem(row, layer, f"{joined} are one matrix here and need one format; name all in one rule")
-        elif quantized:
-            self._add_quantized(placed, sites, next(iter(quantized)), file)
+        sites, format_ = found
+        if format_:
+            self._add_quantized(placed, sites, format_, file)
         else:
             self._add_plain(placed, sites[0] if sites else None, file)
 

@@ -79,12 +79,8 @@ def types(model: Model, node: Any) -> Messages:
     code = model.code_type(node)
     if code in QUANTIZED:
         return
-    if code == "uint8":
-        why = "TensorRT takes UINT8 on DLA only"
-    elif code == "unknown":
-        why = "the file does not declare their type"
-    else:
-        why = "TensorRT has no quantization to it"
+    known = {"uint8": "TensorRT takes UINT8 on DLA only", "unknown": "the file does not declare their type"}
+    why = known.get(code, "TensorRT has no quantization to it")
     yield f"codes are {code}: {why}; use one of {', '.join(QUANTIZED)}"
 
 

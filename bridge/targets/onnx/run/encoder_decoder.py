@@ -18,7 +18,7 @@ from bridge.core.output.names import GENERATION
 from bridge.targets.config_json import generation_settings
 from bridge.targets.generation import Chooser, Settings
 from bridge.targets.onnx.files import DECODER, ENCODER, GENAI, UNKNOWN, graphs
-from bridge.targets.onnx.run.runtime import PAST, PRESENT, Runtime
+from bridge.targets.onnx.run.runtime import Runtime, past_of, runs_of
 
 Arrays = dict[str, np.ndarray]
 MASK = "encoder_attention_mask"
@@ -75,7 +75,7 @@ class EncoderDecoder:
         """Run the encoder; return what the decoder reads of it at every step."""
         given = self.read(inputs)
         made = self.encoder.run(given)
-        read = {n.replace(PRESENT, PAST): array for n, array in made.items() if n.startswith(PRESENT)}
+        read = past_of(made)
         if MASK in self.decoder.inputs:  # of sound the encoder makes it, since it has fewer states than samples
             read[MASK] = made[MASK] if MASK in made else given["attention_mask"]
         return read
@@ -100,20 +100,15 @@ class EncoderDecoder:
     def step(self, tokens: np.ndarray, source: Arrays, own: Arrays) -> tuple[np.ndarray, Arrays]:
         """Logits of the last of `tokens` [batch, tokens], and the decoder's cache for the next step."""
         out = self.decoder.run({"input_ids": tokens, **source, **own})
-        grown = {n.replace(PRESENT, PAST): array for n, array in out.items() if n.startswith(PRESENT)}
-        return out["logits"][:, -1], grown
+        return out["logits"][:, -1], past_of(out)
 
 
 class _Loaded:
     """Both graphs, loaded to generate."""
 
     def __init__(self, directory: Path) -> None:
-        import onnxruntime
-
         self.model = EncoderDecoder(directory)
-        why = self.model.substitute
-        file = f"a float32 copy of the files ({why})" if why else "the files themselves"
-        self.runs = f"{file} in ONNX Runtime {onnxruntime.__version__}, without optimizations"
+        self.runs = runs_of(self.model.substitute)
 
     def decode(self, inputs: Arrays, prompt: Sequence[int], settings: Settings) -> Iterator[int]:
         """Continue `prompt`, the decoder's first tokens, with what the encoder makes of `inputs`."""

@@ -16,7 +16,7 @@ from bridge.core.errors import VerifyError
 from bridge.core.text import number
 from bridge.targets.generation import Chooser, Settings
 from bridge.targets.onnx.files import DECODER, EMBEDDING, GENAI, SPEECH, VISION
-from bridge.targets.onnx.run.runtime import PAST, PRESENT, Runtime
+from bridge.targets.onnx.run.runtime import Runtime, past_of, runs_of
 from bridge.targets.onnx.run.tiles import COUNTS, SIZES, tiling_of
 
 Arrays = dict[str, np.ndarray]
@@ -158,7 +158,7 @@ class MultiModal:
 
     def kept(self, feeds: Mapping[str, np.ndarray], out: Arrays) -> Arrays:
         """What the next step is fed of this one of the decoder, beside its tokens."""
-        return {n.replace(PRESENT, PAST): a for n, a in out.items() if n.startswith(PRESENT)}
+        return past_of(out)
 
 
 def _cut(array: np.ndarray, axes: Sequence[str | int], positions: int) -> np.ndarray:
@@ -179,12 +179,8 @@ class MultiModalGenerator:
     """See `bridge.targets.generation.Generator`: continues a text with images in it."""
 
     def __init__(self, model: MultiModal) -> None:
-        import onnxruntime
-
         self.model = model
-        why = self.model.substitute
-        file = f"a float32 copy of the files ({why})" if why else "the files themselves"
-        self.runs = f"{file} in ONNX Runtime {onnxruntime.__version__}, without optimizations"
+        self.runs = runs_of(model.substitute)
         self._seen: Mapping[str, np.ndarray] = {}
 
     def look(self, inputs: Mapping[str, np.ndarray]) -> None:
@@ -269,7 +265,7 @@ class CrossAttending(MultiModal):
         embedding = {"input_ids": inputs["input_ids"]}
         decoder = {name: array for name, array in inputs.items() if name in self.decoder.inputs}
         if seen:
-            decoder |= {n.replace(PRESENT, PAST): array for n, array in self.tower.run(seen).items()}
+            decoder |= past_of(self.tower.run(seen))
         elif not any(CROSSED in name for name in decoder):
             decoder |= self._nothing(inputs["input_ids"])
         decoder |= self.embedding.run(embedding)

@@ -65,8 +65,7 @@ class Runtime:
             if stop is not None and (new == stop).all():
                 break
             if self.cached:
-                past = {n.replace(PRESENT, PAST): a for n, a in out.items() if n.startswith(PRESENT)}
-                feeds = {"input_ids": new, **past, "attention_mask": np.ones_like(tokens)}
+                feeds = {"input_ids": new, **past_of(out), "attention_mask": np.ones_like(tokens)}
                 feeds["position_ids"] = np.full_like(new, tokens.shape[1] - 1)
             else:
                 feeds = {"input_ids": tokens}
@@ -90,6 +89,19 @@ class Runtime:
                 feeds[name] = np.zeros((batch, length), np.int64)
             elif name.startswith(PAST):
                 feeds[name] = np.zeros(empty_extents(entry.shape, batch), np.float32)
+
+
+def past_of(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What a decoder keeps of earlier tokens, by the names under which the next step reads it."""
+    return {n.replace(PRESENT, PAST): array for n, array in outputs.items() if n.startswith(PRESENT)}
+
+
+def runs_of(substitute: str) -> str:
+    """What runs of several graphs and in which program. `substitute`: of their `Runtime`."""
+    import onnxruntime
+
+    files = f"a float32 copy of the files ({substitute})" if substitute else "the files themselves"
+    return f"{files} in ONNX Runtime {onnxruntime.__version__}, without optimizations"
 
 
 def empty_extents(axes: Sequence[str | int], batch: int) -> tuple[int, ...]:

@@ -88,19 +88,16 @@ def write_genai_config(
         "num_key_value_heads": heads,
         "inputs": {name: name for name in _INPUTS if name in inputs} | CACHE_INPUTS,
         "outputs": {"logits": "logits"} | CACHE_OUTPUTS,
-        "session_options": {**(session or {}), "provider_options": []},
+        **_session(session or {}),
     }
     kind = _TYPE  # which finds recurrent states, and convolution states beside them, by their names
-    if states and all(name.endswith(".conv_state") for name in states):
+    if states and all(name.endswith(_CONV) for name in states):
         kind = listed("genai", "convolves")[0]
         convolve = {int(name.split(".")[1]) for name in states}
         decoder["layer_types"] = ["conv" if at in convolve else "full_attention" for at in range(layers)]
     settings = generation_settings(source.side_files)
     model = {"type": kind, **token_ids(settings, text), "context_length": context, "vocab_size": text["vocab_size"]}
-    search = {key: settings[key] for key in SEARCH if settings.get(key) is not None}
-    search |= {"max_length": context, "past_present_share_buffer": shared}
-    content = {"model": {**model, "decoder": decoder}, "search": search}
-    (directory / GENAI).write_text(json.dumps(content, indent=2) + "\n")
+    _write(directory, {**model, "decoder": decoder}, settings, shared)
     return ""
 
 
@@ -116,7 +113,6 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
     settings = generation_settings(source.side_files)
     kind = source.config.get("model_type")
     known, mask = kind in listed("genai", "joins"), {name: name for name in _MASK if name in gives}
-    of_session = {"session_options": {**session, "provider_options": []}}
     size = {"hidden_size": text["hidden_size"], "num_attention_heads": own[0][1], "head_size": own[0][3]}
     encoder = {
         "filename": ENCODER,
@@ -125,7 +121,7 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
         "num_key_value_heads": cross[0][1],
         "inputs": {"audio_features": "input_features"} if known else {name: name for name in feeds},
         "outputs": {"encoder_hidden_states": "last_hidden_state", **CROSS_OUTPUTS} | mask,
-        **of_session,
+        **_session(session),
     }
     decoder = {
         "filename": DECODER,
@@ -134,7 +130,7 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
         "num_key_value_heads": own[0][1],
         "inputs": {"input_ids": "input_ids"} | {n: n for n in _MASK if n in inputs} | _OWN_INPUTS | CROSS_INPUTS,
         "outputs": {"logits": "logits"} | _OWN_OUTPUTS,
-        **of_session,
+        **_session(session),
     }
     starts = (settings, source.config, source.config.get("decoder") or {})
     start = next((part[_START] for part in starts if part.get(_START) is not None), None)
@@ -145,15 +141,11 @@ def write_parts_config(source: Source, text: Mapping[str, Any], directory: Path,
         _START: start if start is not None else text.get("bos_token_id") or 0,
         "context_length": positions if isinstance(positions, int) else NO_END,
         "vocab_size": text["vocab_size"],
+        "encoder": encoder,
+        "decoder": decoder,
     }
-    search = {key: settings[key] for key in SEARCH if settings.get(key) is not None}
-    search |= {"max_length": model["context_length"], "past_present_share_buffer": False}
-    content = {"model": {**model, "encoder": encoder, "decoder": decoder}, "search": search}
-    (directory / GENAI).write_text(json.dumps(content, indent=2) + "\n")
-    if known:
-        return ""
-    reader = "`qbridge run` reads the file, and so may your program"
-    return f"{GENAI} says how the graphs are joined; onnxruntime-genai runs no {kind} of these graphs: {reader}"
+    _write(directory, model, settings)
+    return _unread(kind)
 
 
 def graph_inputs(path: Path) -> dict[str, tuple[int | str | None, ...]]:
@@ -204,7 +196,6 @@ def write_multimodal_config(
         },
         "decoder": _decoder(source, text, inputs, crossed),
     }
-    of_session = {"session_options": {**session, "provider_options": []}}
     token = "image_token_id" if seen == "vision" else "audio_token_id"
     positions = text.get("max_position_embeddings")
     model = {
@@ -214,15 +205,29 @@ def write_multimodal_config(
         **{name: source.config[name] for name in _MORE if name in source.config},
         "context_length": positions if isinstance(positions, int) else NO_END,
         "vocab_size": text["vocab_size"],
-        **{name: {**part, **of_session} for name, part in parts.items()},
+        **{name: {**part, **_session(session)} for name, part in parts.items()},
     }
+    _write(directory, model, settings)
+    return _unread(kind)
+
+
+def _session(entries: Mapping[str, str]) -> dict[str, Any]:
+    return {"session_options": {**entries, "provider_options": []}}
+
+
+def _write(directory: Path, model: Mapping[str, Any], settings: Mapping[str, Any], shared: bool = False) -> None:
+    """Write the entries of the model, and how tokens are searched for."""
     search = {key: settings[key] for key in SEARCH if settings.get(key) is not None}
-    search |= {"max_length": model["context_length"], "past_present_share_buffer": False}
+    search |= {"max_length": model["context_length"], "past_present_share_buffer": shared}
     (directory / GENAI).write_text(json.dumps({"model": model, "search": search}, indent=2) + "\n")
+
+
+def _unread(kind: object) -> str:
+    """Why onnxruntime-genai does not run the joined graphs of a model type; "" if it does."""
     if kind in listed("genai", "joins"):
         return ""
-    why = f"onnxruntime-genai runs no {kind} of these graphs: `qbridge run` reads the file, and so may your program"
-    return f"{GENAI} says how the graphs are joined; {why}"
+    reader = "`qbridge run` reads the file, and so may your program"
+    return f"{GENAI} says how the graphs are joined; onnxruntime-genai runs no {kind} of these graphs: {reader}"
 
 
 def _decoder(
@@ -231,6 +236,7 @@ def _decoder(
     """The decoder's entry. inputs: of its graph, with their axes.  crossed: layers that attend to what is seen."""
     keys = [shape for name, shape in inputs.items() if name.endswith(".key")]
     named = {name: name for name in inputs if not name.startswith(PAST)}
+    layers_that_see = {"cross_attention_layers": crossed, "image_positions": image_positions(source.config)}
     return {
         "filename": DECODER,
         "head_size": keys[0][3],
@@ -238,7 +244,7 @@ def _decoder(
         "num_attention_heads": text["num_attention_heads"],
         **_layers(inputs),
         "num_key_value_heads": keys[0][1],
-        **(_crossing(source, crossed) if crossed else {}),
+        **(layers_that_see if crossed else {}),
         "inputs": named | CACHE_INPUTS | (CROSS_INPUTS if crossed else {}),
         "outputs": {"logits": "logits"} | CACHE_OUTPUTS,
     }
@@ -264,8 +270,3 @@ def _layers(inputs: Iterable[str]) -> dict[str, Any]:
     convolves = {int(name.split(".")[1]): name.endswith(_CONV) for name in inputs if name.startswith(PAST)}
     types = ["conv" if convolves[layer] else "full_attention" for layer in sorted(convolves)]
     return {"num_hidden_layers": len(types)} | ({"layer_types": types} if any(convolves.values()) else {})
-
-
-def _crossing(source: Source, layers: list[int]) -> dict[str, Any]:
-    """Which layers read images by cross-attention, and how many keys each has of an image."""
-    return {"cross_attention_layers": layers, "image_positions": image_positions(source.config)}

@@ -116,7 +116,6 @@ class Inserter:
         if first.scale_dtype == "float8_e8m0fnu":
             attributes = {"axis": in_axis, "block_size": first.block[0], "output_dtype": int(half)}
             dequantize = self._node(
-                TRT,
                 "TRT_MXFP8DequantizeLinear",
                 [codes, scale],
                 attributes,
@@ -180,9 +179,7 @@ class Inserter:
         if entry.scale_dtype == "float8_e8m0fnu":
             quantize = quantizer("TRT_MXFP8DynamicQuantize", [value], "output_dtype", e4m3, ir.DataType.UINT8)
             settings = {"axis": -1, "block_size": block, "output_dtype": int(value.dtype)}
-            back = self._node(
-                TRT, "TRT_MXFP8DequantizeLinear", quantize.outputs, settings, base, value.dtype, value.shape
-            )
+            back = self._node("TRT_MXFP8DequantizeLinear", quantize.outputs, settings, base, value.dtype, value.shape)
             return [quantize, back], back.outputs[0]
         scale = self._initializer(parts["input_scale"])
         quantize = quantizer("TRT_FP4DynamicQuantize", [value, scale], "scale_type", ir.DataType.FLOAT4E2M1, e4m3)
@@ -194,7 +191,7 @@ class Inserter:
         key = ("mul", value, self.constants[name])
         if key not in self._shared:
             scale = self._initializer(name)
-            mul = self._node("", "Mul", [value, scale], {}, f"{module}/pre_quant_scale", value.dtype, value.shape)
+            mul = self._node("Mul", [value, scale], {}, f"{module}/pre_quant_scale", value.dtype, value.shape)
             self._insert_after_producer(value, [mul])
             self._shared[key] = mul.outputs[0]
         return self._shared[key]
@@ -215,10 +212,10 @@ class Inserter:
         producer, wide = value.producer(), ir.DataType.FLOAT
         if producer is not None and producer.op_type in MOVED and scale.dtype == wide != value.dtype:
             # QuantizeLinear computes in its scale's type: the codes are the same.
-            before = [self._node("", "Cast", [value], {"to": int(wide)}, f"{base}/cast", wide, value.shape)]
+            before = [self._node("Cast", [value], {"to": int(wide)}, f"{base}/cast", wide, value.shape)]
             value = before[0].outputs[0]
         quantize = self._node(
-            "", "QuantizeLinear", [value, scale, self._zero(kind)], {}, f"{base}/quantize", kind, value.shape
+            "QuantizeLinear", [value, scale, self._zero(kind)], {}, f"{base}/quantize", kind, value.shape
         )
         dequantize = self._dequantize(base, quantize.outputs[0], scale, None, 0, back or ir.DataType.FLOAT)
         return [*before, quantize, dequantize], dequantize.outputs[0]
@@ -238,11 +235,10 @@ class Inserter:
             attributes["block_size"] = block
         if back != scale.dtype:  # opset 23: else the output has the scale's type
             attributes["output_dtype"] = int(back)
-        return self._node("", "DequantizeLinear", [codes, scale], attributes, f"{base}/dequantize", back, codes.shape)
+        return self._node("DequantizeLinear", [codes, scale], attributes, f"{base}/dequantize", back, codes.shape)
 
     def _node(
         self,
-        domain: str,
         kind: str,
         inputs: Sequence[ir.Value],
         attributes: Mapping[str, int],
@@ -250,8 +246,9 @@ class Inserter:
         dtype: ir.DataType | None,
         shape: ir.Shape | None,
     ) -> ir.Node:
-        if domain == TRT:
-            self.model.opset_imports[TRT] = 1
+        domain = TRT if kind.startswith("TRT_") else ""
+        if domain:
+            self.model.opset_imports[domain] = 1
         output = ir.val(f"{name}/output", dtype, shape)
         return ir.node(kind, inputs, attributes, domain=domain, outputs=[output], name=name)
 
