@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import click
 from click.shell_completion import CompletionItem
@@ -21,6 +20,7 @@ SECTIONS = {
 }
 
 
+<<<<<<< ours
 @dataclasses.dataclass(frozen=True)
 class TargetOption:
     """An option of one target, as its `Options` declares it."""
@@ -42,12 +42,17 @@ class TargetOption:
 
 def target_options() -> list[TargetOption]:
     """Every option of every target, by target."""
+=======
+def target_options() -> dict[str, dict[str, Flag]]:
+    """The options of every target, as its `Options` declares them."""
+>>>>>>> theirs
     from bridge.targets import load_target, target_names
 
-    found = []
+    found = {}
     for target in target_names():
         options = load_target(target).Options
         types = get_type_hints(options)
+<<<<<<< ours
         for entry in dataclasses.fields(options):
             text = entry.metadata.get("help", "")
             default = str(entry.default).lower() if isinstance(entry.default, bool) else entry.default
@@ -56,14 +61,31 @@ def target_options() -> list[TargetOption]:
             kind = next(kind for kind in (bool, int, float, str) if kind in kinds)
             optional = bool in kinds and str in kinds
             found.append(TargetOption(target, entry.name, str if optional else kind, text, optional))
+=======
+        found[target] = {entry.name: _flag(entry, types[entry.name]) for entry in dataclasses.fields(options)}
+>>>>>>> theirs
     return found
+
+
+def _flag(entry: dataclasses.Field[Any], type_: Any) -> Flag:
+    default = str(entry.default).lower() if isinstance(entry.default, bool) else entry.default
+    text = entry.metadata.get("help", "") + ("" if default is None else f"; default: {default}")
+    kinds = (type_, *get_args(type_))  # of `int | None`, for example
+    kind = next(kind for kind in (bool, int, float, str) if kind in kinds)
+    dashed = entry.name.replace("_", "-")
+    return Flag(text, kind, names=f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}")
 
 
 def target_flags() -> list[click.Parameter]:
     """One flag for the options of all targets that share a name; hidden, since the help lists it by target."""
+<<<<<<< ours
     options = {option.name: option for option in target_options()}
     flags = {name: Flag("", option.kind, names=option.names) for name, option in options.items()}
     return [parameter(name, flag, hidden=True, alone=options[name].optional_word) for name, flag in flags.items()]
+=======
+    flags = {name: flag for options in target_options().values() for name, flag in options.items()}
+    return [parameter(name, flag, hidden=True) for name, flag in flags.items()]
+>>>>>>> theirs
 
 
 def _target_of(name: str | None) -> str | None:
@@ -85,9 +107,14 @@ class TargetCommand(click.Command):
         if not incomplete.startswith("-"):
             return offered
         chosen = _target_of(ctx.params.get("target"))
-        options = [option for option in target_options() if chosen in (None, option.target)]
-        flags = {name: option.help for option in options for name in option.names.split("/")}
-        return offered + [CompletionItem(name, help=flags[name]) for name in flags if name.startswith(incomplete)]
+        flags = [
+            flag
+            for target, options in target_options().items()
+            for flag in options.values()
+            if chosen in (None, target)
+        ]
+        helps = {name: flag.help for flag in flags for name in flag.names.split("/")}
+        return offered + [CompletionItem(name, help=helps[name]) for name in helps if name.startswith(incomplete)]
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Arguments stand in the sections."""
@@ -98,9 +125,10 @@ class TargetCommand(click.Command):
         for title, names in SECTIONS.items():
             _section(ctx, formatter, title, [shown.pop(name) for name in names if name in shown])
         _section(ctx, formatter, "Run and print", list(shown.values()))
-        for target, options in itertools.groupby(target_options(), lambda option: option.target):
-            with formatter.section(f"Options of --target {target}"):
-                formatter.write_dl([(_usage(option), option.help) for option in options])
+        for target, options in target_options().items():
+            if options:
+                with formatter.section(f"Options of --target {target}"):
+                    formatter.write_dl([(_usage(flag), flag.help) for flag in options.values()])
 
 
 def _section(ctx: click.Context, formatter: click.HelpFormatter, title: str, params: list[click.Parameter]) -> None:
@@ -109,9 +137,15 @@ def _section(ctx: click.Context, formatter: click.HelpFormatter, title: str, par
             formatter.write_dl(records)
 
 
-def _usage(option: TargetOption) -> str:
+def _usage(flag: Flag) -> str:
     """`--shard-size <str>`, in the manner of the parser's own help."""
+<<<<<<< ours
     if option.kind is bool:
         return f"--[no-]{option.name.replace('_', '-')}"
     word = f"<{option.kind.__name__}>"
     return f"{option.names} {f'[{word}]' if option.optional_word else word}"
+=======
+    if flag.kind is bool:
+        return f"--[no-]{flag.names.partition('/')[0].removeprefix('--')}"
+    return f"{flag.names} <{flag.kind.__name__}>"
+>>>>>>> theirs
