@@ -19,7 +19,7 @@ from bridge.api.sensitivity.budget import is_automatic, parse_automatic
 from bridge.calibration.data import Sampling
 from bridge.calibration.requirements import check_device, check_device_name, sampling_for
 from bridge.core.addresses import check_length
-from bridge.core.errors import BridgeError, UsageError
+from bridge.core.errors import UsageError
 from bridge.core.output.replace import check_free
 from bridge.core.parsing.problems import Problems
 from bridge.core.parsing.relative import PLACES
@@ -27,12 +27,11 @@ from bridge.core.text import byte_count
 from bridge.quant.schemes.load import load_scheme
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
-from bridge.verification.verify import RUN_BYTES_PER_VALUE
 from bridge.workflows.chain.notes import digest_of, finished_step, is_noted
 from bridge.workflows.chain.read import VERBS, ChainStep
 from bridge.workflows.chain.result import StepDone
 from bridge.workflows.distill.verbs import plan_distill
-from bridge.workflows.prune.verbs import check_data, plan_prune
+from bridge.workflows.prune.verbs import check_data, plan_prune, run_memory
 
 MODELS = ("model", "student", "teacher")
 OPENING = ("config", "tokenizer", "base", "adapter")  # in the order of `open_source`
@@ -61,28 +60,33 @@ def check_steps(
     """Check all steps; their problems are noted, each with the name of its step."""
     checked: dict[str, CheckedStep] = {}
     for step in steps:
-        take = partial(problems.take, where=f"step {step.name}")
         # a step with problems in the file is not among `steps`, and its output is unknown
         made = {str(step.out.parent / name): checked.get(name, CheckedStep()) for name in step.after}
-        checked[step.name] = _checked(step, made, take, overwrite, resume)
+        checked[step.name] = _checked(step, made, problems, overwrite, resume)
     return checked
 
 
 def _checked(
-    step: ChainStep, made: Mapping[str, CheckedStep], take: Take, overwrite: bool, resume: bool
+    step: ChainStep, made: Mapping[str, CheckedStep], problems: Problems, overwrite: bool, resume: bool
 ) -> CheckedStep:
     """Check one step. `made`: each output that it reads -> the step that writes it."""
+    take: Take = partial(problems.take, where=f"step {step.name}")
     missing = [key for key in step.arguments if not take(_check_file, step, key, made)]
-    opened = _opened(step, made, take, missing)
-    digest = _digest(step, made, opened, take) if not missing else ""
+    own = _opened(step, made, take, missing)
+    digest = ""
+    if not missing and all(own.values()) and all(other.digest for other in made.values()):
+        digest = take(digest_of, step, {out: other.digest for out, other in made.items()}, own) or ""
     if digest and resume and (kept := finished_step(step, digest)):
-        return CheckedStep(digest, kept, _reopened(step.out))
+        return CheckedStep(digest, kept, Problems().take(open_source, step.out))  # some formats only programs load
     take(_check_place, step, overwrite)
     unknown = [key for key, value in step.arguments.items() if isinstance(value, str) and value in made]
     arguments = _bound(step, (*missing, *(key for key in unknown if key not in MODELS)))
-    fine = all([take(check, arguments) for check in (_check_scheme, _check_sizes, _check_device)])
-    check = {"prune": _prune, "distill": _distill, "convert": _convert}[step.verb]
-    written, memory, disk = check(arguments, opened, take, fine)
+    before = problems.places
+    for check in (_check_scheme, _check_sizes, _check_device):
+        take(check, arguments)
+    opened = own | {key: made[step.arguments[key]].written for key in unknown if key in MODELS}
+    plan = {"prune": plan_prune, "distill": plan_distill, "convert": _plan_convert}[step.verb]
+    written, memory, disk = plan(arguments, opened, take, problems.places == before)
     plain = arguments["target"] == "hf" and arguments["quant"] is None and not arguments["options"]
     known = written if plain and written is not None and not written.quantized else None
     return CheckedStep(digest, None, known, memory, disk)
@@ -99,44 +103,20 @@ def _check_file(step: ChainStep, key: str, made: Mapping[str, CheckedStep]) -> b
     return True
 
 
-def _reopened(out: Path) -> Source | None:
-    """A model that was written; None for a format that only programs load."""
-    try:
-        return open_source(out)
-    except BridgeError:
-        return None
-
-
 def _opened(
     step: ChainStep, made: Mapping[str, CheckedStep], take: Take, missing: list[str]
 ) -> dict[str, Source | None]:
-    """The models of a step, by argument: None for an output that is not known yet, and for one with problems."""
-    opened: dict[str, Source | None] = {}
-    for key in MODELS:
-        if key not in step.arguments:
-            continue
-        value: str = step.arguments[key]
-        if value in made:
-            opened[key] = made[value].written
-        else:
-            own = [step.arguments.get(name) if key == "model" else None for name in OPENING]
-            opened[key] = None if {*OPENING} & {*missing} else take(open_source, value, *own)
-    return opened
+    """The models of a step that no other step makes, by argument; None for one with problems."""
+    opening = [step.arguments.get(name) for name in OPENING]
+    return {
+        key: None if {*OPENING} & {*missing} else take(open_source, value, *(opening if key == "model" else []))
+        for key in MODELS
+        if (value := step.arguments.get(key)) is not None and value not in made
+    }
 
 
-def _digest(step: ChainStep, made: Mapping[str, CheckedStep], opened: Mapping[str, Source | None], take: Take) -> str:
-    """The digest of a step; "" if what it reads has problems."""
-    digests = {out: other.digest for out, other in made.items()}
-    read = [value for value in step.arguments.values() if isinstance(value, str) and value in digests]
-    sources = {key: source for key, source in opened.items() if source and step.arguments[key] not in made}
-    closed = [key for key in opened if key not in sources and step.arguments[key] not in made]
-    if closed or not all(digests[value] for value in read):
-        return ""
-    return take(digest_of, step, digests, sources) or ""
-
-
-def _check_place(step: ChainStep, overwrite: bool) -> bool:
-    """True; an error if the output cannot be written where it belongs."""
+def _check_place(step: ChainStep, overwrite: bool) -> None:
+    """Raise an error if the output cannot be written where it belongs."""
     check_length(step.out)
     there = next(place for place in (step.out, *step.out.parents) if os.path.lexists(place))
     if not there.is_dir():
@@ -149,41 +129,35 @@ def _check_place(step: ChainStep, overwrite: bool) -> bool:
             "(overwrite=True, --overwrite)"
         )
     check_free(step.out, overwrite=True)
-    return True
 
 
 def _bound(step: ChainStep, unknown: tuple[str, ...]) -> dict[str, Any]:
     """All arguments of a step's verb by name, and its options; for `unknown` ones the default."""
-    parameters = inspect.signature(VERBS[step.verb]).parameters
-    bound = {name: None if p.default is p.empty else p.default for name, p in parameters.items()}
     given = {key: value for key, value in step.arguments.items() if key not in unknown}
-    options = {key: value for key, value in given.items() if key not in parameters}
-    return bound | {key: value for key, value in given.items() if key in parameters} | {
-        "out": step.out, "options": options, "workers": 1
-    }  # fmt: skip
+    bound = inspect.signature(VERBS[step.verb]).bind_partial(**given, out=step.out, workers=1)
+    bound.apply_defaults()
+    return bound.arguments
 
 
-def _check_scheme(arguments: Mapping[str, Any]) -> bool:
-    """True; an error for a scheme, recipe or budget that is none."""
-    quant, kv = arguments["quant"], arguments.get("kv")
+def _check_scheme(arguments: Mapping[str, Any]) -> None:
+    """Raise an error for a scheme, recipe or budget that is none."""
+    quant = arguments["quant"]
     if is_automatic(quant):
         parse_automatic(quant)
     elif quant not in (None, "none"):
-        load_scheme(quant, kv)
-    return True
+        load_scheme(quant, arguments.get("kv"))
 
 
-def _check_sizes(arguments: Mapping[str, Any]) -> bool:
-    """True; UsageError for sizes that are none."""
+def _check_sizes(arguments: Mapping[str, Any]) -> None:
+    """UsageError for sizes that are none."""
     if arguments["memory"] is not None:
         byte_count(arguments["memory"], "memory=")
     if "samples" in arguments:
         Sampling(arguments["samples"], arguments["sequence"], arguments["field"])
-    return True
 
 
-def _check_device(arguments: Mapping[str, Any]) -> bool:
-    """True; UsageError for a device that is not here."""
+def _check_device(arguments: Mapping[str, Any]) -> None:
+    """UsageError for a device that is not here."""
     device = arguments["device"]
     check_device_name(device)
     if str(device or "").startswith("cuda"):
@@ -191,28 +165,14 @@ def _check_device(arguments: Mapping[str, Any]) -> bool:
 
         if not torch.cuda.is_available():
             raise UsageError(f"device = {device!r}: no CUDA device here; leave it out, or run on a machine with one")
-    return True
 
 
-Found = tuple[Source | None, int, int]  # the model that a step writes, and bytes of memory and on disk
-
-
-def _prune(arguments: Mapping[str, Any], opened: Mapping[str, Source | None], take: Take, fine: bool) -> Found:
-    source = opened["model"]
-    smaller, planned = plan_prune(arguments, source, take, fine)
-    memory = _values(source) * RUN_BYTES_PER_VALUE if source else 0
-    return smaller, memory, planned.disk if planned else 0
-
-
-def _distill(arguments: Mapping[str, Any], opened: Mapping[str, Source | None], take: Take, fine: bool) -> Found:
-    student = opened["student"]
-    job = plan_distill(arguments, student, opened["teacher"], take, fine)
-    return (student, job.need, job.disk) if job else (student, 0, 0)
-
-
-def _convert(arguments: Mapping[str, Any], opened: Mapping[str, Source | None], take: Take, fine: bool) -> Found:
+def _plan_convert(
+    arguments: Mapping[str, Any], opened: Mapping[str, Source | None], take: Take, complete: bool
+) -> tuple[Source | None, int, int]:
+    """Check the arguments of `convert` as `plan_prune` does those of `prune`."""
     a, source = arguments, opened["model"]
-    if source is None or not fine:
+    if source is None or not complete:
         return source, 0, 0
     sampling = Sampling(a["samples"], a["sequence"], a["field"])
     request = Request(
@@ -229,9 +189,5 @@ def _convert(arguments: Mapping[str, Any], opened: Mapping[str, Source | None], 
         take(check_device, resolved.scheme, a["device"])
         own = a["calib"] if a["data"] is None else a["data"]
         take(check_data, source, own, sampling_for(sampling, resolved.scheme))
-        memory = max(memory, _values(source) * RUN_BYTES_PER_VALUE)
+        memory = max(memory, run_memory(source))
     return source, memory, resolved.disk
-
-
-def _values(source: Source) -> int:
-    return sum(spec.size for spec in source.specs.values())

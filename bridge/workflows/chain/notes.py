@@ -20,7 +20,6 @@ from bridge.workflows.chain.read import ChainStep
 from bridge.workflows.chain.result import StepDone
 
 NOTE = "bridge/step.json"  # in a step's output: the digest of what made it
-PIECE = 1 << 20
 MAX_SIDE_FILE = 64 << 20  # bytes of a file in a tokenizer's directory; larger ones are weights
 
 
@@ -102,8 +101,7 @@ def _content(path: Path) -> str:
         for one in files:
             digest.update(f"{one.name}\0".encode())
             with one.open("rb") as file:
-                while piece := file.read(PIECE):
-                    digest.update(piece)
+                hashlib.file_digest(file, lambda: digest)
     except OSError as error:
         raise UsageError(f"{error.filename or path}: cannot be read: {reason(error)}") from error
     return digest.hexdigest()

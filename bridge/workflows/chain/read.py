@@ -45,6 +45,7 @@ OURS = ("out", "overwrite", "resume", "progress", "workers")  # what the chain p
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TAKEN = re.compile(r"\{([^{}]*)\}")
 WORDS = {str: "a text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
+UNIONS = (Union, types.UnionType)
 TEXTS = ("model", "student", "teacher", "calib", "tokenizer", "base")  # in Python also objects; a file has only text
 
 
@@ -123,11 +124,11 @@ def _step(
     """Check one table; None with its problems recorded. `before`: the outputs of the steps above."""
     take, count = partial(problems.take, where=f"step {name}"), problems.places
     given = {key: value for key, value in table.items() if key not in ("name", "verb")}
-    after: dict[str, None] = {}
     if verb := take(_verb, table):
         take(_check_arguments, verb, given)
-    arguments = {key: take(_resolved, key, value, before, folder, after) for key, value in given.items()}
-    return ChainStep(name, verb, arguments, out / name, tuple(after)) if problems.places == count else None
+    arguments = {key: take(_resolved, key, value, before, folder) for key, value in given.items()}
+    after = tuple(other for other, made in before.items() if str(made) in map(arguments.get, PLACES))
+    return ChainStep(name, verb, arguments, out / name, after) if problems.places == count else None
 
 
 def _verb(table: Mapping[str, Any]) -> str:
@@ -137,7 +138,7 @@ def _verb(table: Mapping[str, Any]) -> str:
     return str(verb)
 
 
-def _resolved(key: str, value: Any, before: Mapping[str, Path], folder: Path, after: dict[str, None]) -> Any:
+def _resolved(key: str, value: Any, before: Mapping[str, Path], folder: Path) -> Any:
     """A value with paths in place of `{step}` and of what is relative to the file."""
     if key not in PLACES or not isinstance(value, str):
         return value
@@ -147,7 +148,6 @@ def _resolved(key: str, value: Any, before: Mapping[str, Path], folder: Path, af
         if taken[1] not in before:
             why = nearest(taken[1], before) if before else "no step stands above"
             raise UsageError(f"{key} = {value!r} names no step above; {why}")
-        after[taken[1]] = None
         return str(before[taken[1]])
     if not is_remote(value):
         here = absolute(value, folder)
@@ -178,44 +178,33 @@ def check_types(verb: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """UsageError for a value of a type that the verb does not take."""
     hints = get_type_hints(verb)
     for key, value in arguments.items():
-        kinds = (str,) if key in TEXTS else _kinds(hints[key])
-        if not any(_fits(value, kind) for kind in kinds):
-            raise UsageError(f"{key} = {repr(value)[:MAX_QUOTED]}; expected {_words(kinds)}")
+        hint = str if key in TEXTS else hints[key]
+        if not _fits(value, hint):
+            raise UsageError(f"{key} = {repr(value)[:MAX_QUOTED]}; expected {_words(hint)}")
 
 
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The types that a hint allows."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _type_name(kind: Any) -> Any:
+def _kind(hint: Any) -> Any:
     """The type without what it holds; of a set of words, text."""
-    return str if get_origin(kind) is Literal else get_origin(kind) or kind
+    return str if get_origin(hint) is Literal else get_origin(hint) or hint
 
 
-def _words(kinds: tuple[Any, ...]) -> str:
-    """What a file writes for these types."""
-    words: list[str] = []
-    for kind in kinds:
-        name, inner = _type_name(kind), get_args(kind)
-        if name in (Mapping, Sequence):
-            within = _words(_kinds(inner[-1]))
-            words.append(("a table" if name is Mapping else "a list") + (f" (each value: {within})" if within else ""))
-        elif name in WORDS:
-            words.append(WORDS[name])
-    return " or ".join(dict.fromkeys(words))
+def _words(hint: Any) -> str:
+    """What a file writes for a type; "" for one that it cannot write."""
+    kind, inner = _kind(hint), get_args(hint)
+    if kind in UNIONS:
+        return " or ".join(dict.fromkeys(filter(None, map(_words, inner))))
+    if kind in (Mapping, Sequence):
+        within = _words(inner[-1])
+        return ("a table" if kind is Mapping else "a list") + (f" (each value: {within})" if within else "")
+    return WORDS.get(kind, "")
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    name, inner = _type_name(kind), get_args(kind)
-    if kind is Any:
-        return True
-    if name is Mapping:
-        return isinstance(value, Mapping) and all(_fits_any(item, inner[1]) for item in value.values())
-    if name is Sequence:
-        return isinstance(value, list) and all(_fits_any(item, inner[0]) for item in value)
-    return type(value) is name or (name is float and type(value) is int)
-
-
-def _fits_any(value: Any, hint: Any) -> bool:
-    return any(_fits(value, kind) for kind in _kinds(hint))
+def _fits(value: Any, hint: Any) -> bool:
+    kind, inner = _kind(hint), get_args(hint)
+    if kind in UNIONS:
+        return any(_fits(value, one) for one in inner)
+    if kind is Mapping:
+        return isinstance(value, Mapping) and all(_fits(item, inner[1]) for item in value.values())
+    if kind is Sequence:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    return kind is Any or type(value) is kind or (kind is float and type(value) is int)

@@ -127,31 +127,31 @@ def distill(
 
 
 def plan_distill(
-    arguments: Mapping[str, Any], student: Source | None, teacher: Source | None, take: Callable[..., Any],
-    complete: bool,
-) -> Job | None:  # fmt: skip
-    """Check the arguments of `distill` from headers and data; None if they have problems, or a model is not known.
+    arguments: Mapping[str, Any], opened: Mapping[str, Source | None], take: Callable[..., Any], complete: bool
+) -> tuple[Source | None, int, int]:
+    """Check the arguments of `distill` from headers and data: the student, None if not known; bytes in memory, on disk.
 
-    take: calls a function, and returns None if that has a problem, which it notes. complete: arguments besides those
-    of the training have no problem.
+    opened: the models by argument, None for one that is not known yet. take: calls a function, and returns None if that
+    has a problem, which it notes. complete: arguments besides those of the training have no problem.
     """
-    a = arguments
+    a, student, teacher = arguments, opened["student"], opened["teacher"]
     pairs = take(lambda: (pairs_of(a["pairs"]),))
     given = {field.name: a[field.name] for field in fields(Settings) if field.name != "pairs"}
     settings = take(lambda: Settings(**given, **({"pairs": pairs[0]} if pairs else {})))
     calib = take(lambda: (statistics_of(a["calib"]),))
     if not (settings and pairs and calib):
-        return None
+        return student, 0, 0
     limit = byte_count(a["memory"], "memory=") if complete and a["memory"] is not None else None
     cache = None if a["teacher_cache"] is None else Path(a["teacher_cache"])
     output = OutputOptions(a["target"], a["quant"], calib[0], a["out"], cache, limit, True, a["options"])
     take(check_arguments, settings, output)
     if student is None or teacher is None or not complete:
-        return None
+        return student, 0, 0
     job: Job | None = take(plan_job, student, teacher, settings, output)
-    if job:
-        take(rows_of, student, a["data"], a["field"], settings)
-    return job
+    if not job:
+        return student, 0, 0
+    take(rows_of, student, a["data"], a["field"], settings)
+    return student, job.need, job.disk
 
 
 def statistics_of(calib: Any) -> Calibration | None:

@@ -18,7 +18,6 @@ from bridge.core.errors import CalibrationError, UsageError, warn
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.text import nearest, number
-from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.report import Report
@@ -29,6 +28,7 @@ from bridge.sources.pruned.scores import ByPlace, Scores
 from bridge.sources.pruned.source import PrunedSource
 from bridge.sources.pruned.sparse import check_sparse
 from bridge.sources.source import Source
+from bridge.verification.verify import RUN_BYTES_PER_VALUE
 
 if TYPE_CHECKING:
     from bridge.calibration.importance.measure import Measured
@@ -145,18 +145,18 @@ def check_choice(
 
 
 def plan_prune(
-    arguments: Mapping[str, Any], source: Source | None, take: Callable[..., Any], complete: bool
-) -> tuple[Source | None, Plan | None]:
-    """Check the arguments of `prune` from headers: the smaller model, and its plan; None where they have problems.
+    arguments: Mapping[str, Any], opened: Mapping[str, Source | None], take: Callable[..., Any], complete: bool
+) -> tuple[Source | None, int, int]:
+    """Check the arguments of `prune` from headers: the smaller model, None if not known; bytes in memory, on disk.
 
-    source: None if it is not known yet. take: calls a function, and returns None if that has a problem, which it
-    notes. complete: arguments besides those of the pruning have no problem.
+    opened: the models by argument, None for one that is not known yet. take: calls a function, and returns None if that
+    has a problem, which it notes. complete: arguments besides those of the pruning have no problem.
     """
-    a = arguments
+    a, source = arguments, opened["model"]
     keys = ("keep", "drop_layers", "importance", "repair", "order", "sparse", "sparse_method")
     scores = take(check_choice, *(a[key] for key in keys))
     if source is None:
-        return None, None
+        return None, 0, 0
     if a["sparse"]:
         take(plan_sparse, source, a["sparse_method"])
         smaller: Source | None = source
@@ -166,19 +166,23 @@ def plan_prune(
     if scores:
         take(scores.check, source.fingerprint)
     if smaller is None or not complete:
-        return smaller, None
+        return smaller, run_memory(source), 0
     quant = None if is_automatic(a["quant"]) else a["quant"]
     planned = take(partial(plan, smaller, a["target"], quant, memory=a["memory"], **a["options"]))
     if not (scores or a["drop_layers"] or a["importance"] == "weights" or a["sparse_method"] == "magnitude"):
         take(check_data, source, a["data"], sampling_of(source, a["samples"], a["sequence"], a["field"]))
-    return smaller, planned
+    return smaller, run_memory(source), planned.disk if planned else 0
 
 
-def check_data(source: Source, data: Any, sampling: Sampling) -> bool:
-    """True; an error for data that a model cannot run on."""
+def check_data(source: Source, data: Any, sampling: Sampling) -> None:
+    """Raise an error for data that a model cannot run on."""
     if missing := unwarned_data_of(source, data, sampling).missing:
         raise CalibrationError(missing)
-    return True
+
+
+def run_memory(source: Source) -> int:
+    """Bytes that a model takes when it runs."""
+    return RUN_BYTES_PER_VALUE * sum(spec.size for spec in source.specs.values())
 
 
 def _token_scores(cut: Cut, data: Any, field: str | None) -> ByPlace:
