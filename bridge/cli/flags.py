@@ -39,6 +39,8 @@ class Flag:
     """The words that begin so, for the shell."""
     argument: bool = False
     """A word without a flag, by position."""
+    alone: bool = False
+    """Also without its word, which is then "true": `--engine`, `--engine rtx4090`."""
 
 
 def word(metavar: str, help: str, kind: type = str, default: Any = REQUIRED, several: bool = False) -> Flag:

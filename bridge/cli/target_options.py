@@ -20,50 +20,15 @@ SECTIONS = {
 }
 
 
-<<<<<<< ours
-@dataclasses.dataclass(frozen=True)
-class TargetOption:
-    """An option of one target, as its `Options` declares it."""
-
-    target: str
-    name: str
-    kind: type
-    help: str
-    optional_word: bool = False
-    """Whether the flag may stand alone: `--engine`, `--engine rtx4090`."""
-
-    @property
-    def names(self) -> str:
-        dashed = self.name.replace("_", "-")
-        if self.optional_word:
-            return f"--{dashed}"
-        return f"--{dashed}/--no-{dashed}" if self.kind is bool else f"--{dashed}"
-
-
-def target_options() -> list[TargetOption]:
-    """Every option of every target, by target."""
-=======
 def target_options() -> dict[str, dict[str, Flag]]:
     """The options of every target, as its `Options` declares them."""
->>>>>>> theirs
     from bridge.targets import load_target, target_names
 
     found = {}
     for target in target_names():
         options = load_target(target).Options
         types = get_type_hints(options)
-<<<<<<< ours
-        for entry in dataclasses.fields(options):
-            text = entry.metadata.get("help", "")
-            default = str(entry.default).lower() if isinstance(entry.default, bool) else entry.default
-            text += "" if default is None else f"; default: {default}"
-            kinds = (types[entry.name], *get_args(types[entry.name]))  # of `int | None`, for example
-            kind = next(kind for kind in (bool, int, float, str) if kind in kinds)
-            optional = bool in kinds and str in kinds
-            found.append(TargetOption(target, entry.name, str if optional else kind, text, optional))
-=======
         found[target] = {entry.name: _flag(entry, types[entry.name]) for entry in dataclasses.fields(options)}
->>>>>>> theirs
     return found
 
 
@@ -73,19 +38,15 @@ def _flag(entry: dataclasses.Field[Any], type_: Any) -> Flag:
     kinds = (type_, *get_args(type_))  # of `int | None`, for example
     kind = next(kind for kind in (bool, int, float, str) if kind in kinds)
     dashed = entry.name.replace("_", "-")
+    if bool in kinds and str in kinds:
+        return Flag(text, str, names=f"--{dashed}", alone=True)
     return Flag(text, kind, names=f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}")
 
 
 def target_flags() -> list[click.Parameter]:
     """One flag for the options of all targets that share a name; hidden, since the help lists it by target."""
-<<<<<<< ours
-    options = {option.name: option for option in target_options()}
-    flags = {name: Flag("", option.kind, names=option.names) for name, option in options.items()}
-    return [parameter(name, flag, hidden=True, alone=options[name].optional_word) for name, flag in flags.items()]
-=======
     flags = {name: flag for options in target_options().values() for name, flag in options.items()}
     return [parameter(name, flag, hidden=True) for name, flag in flags.items()]
->>>>>>> theirs
 
 
 def _target_of(name: str | None) -> str | None:
@@ -139,13 +100,7 @@ def _section(ctx: click.Context, formatter: click.HelpFormatter, title: str, par
 
 def _usage(flag: Flag) -> str:
     """`--shard-size <str>`, in the manner of the parser's own help."""
-<<<<<<< ours
-    if option.kind is bool:
-        return f"--[no-]{option.name.replace('_', '-')}"
-    word = f"<{option.kind.__name__}>"
-    return f"{option.names} {f'[{word}]' if option.optional_word else word}"
-=======
     if flag.kind is bool:
         return f"--[no-]{flag.names.partition('/')[0].removeprefix('--')}"
-    return f"{flag.names} <{flag.kind.__name__}>"
->>>>>>> theirs
+    word = f"<{flag.kind.__name__}>"
+    return f"{flag.names} {f'[{word}]' if flag.alone else word}"

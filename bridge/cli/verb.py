@@ -99,8 +99,8 @@ class Group(click.Group):
         return list(self.commands)
 
 
-def parameter(name: str, flag: Flag, hidden: bool = False, alone: bool = False) -> click.Parameter:
-    """Make click's argument or option of a row; `alone`: without a word it means "true"."""
+def parameter(name: str, flag: Flag, hidden: bool = False) -> click.Parameter:
+    """Make click's argument or option of a row."""
     required = flag.default is REQUIRED
     inverted = flag.kind is bool and flag.default is True
     more: dict[str, Any] = {"help": flag.help, "required": required}
@@ -112,7 +112,7 @@ def parameter(name: str, flag: Flag, hidden: bool = False, alone: bool = False) 
         more["shell_complete"] = functools.partial(_offered, flag.complete)
     if flag.argument:
         return click.Argument([name], metavar=flag.metavar, nargs=-1 if flag.several else 1, **more)
-    more |= {"flag_value": "true"} if alone else {}
+    more |= {"flag_value": "true"} if flag.alone else {}
     names = flag.names.split() or [f"--{'no-' if inverted else ''}{name.replace('_', '-')}"]
     metavar = flag.metavar or (None if flag.kind is bool else f"<{flag.kind.__name__.lower()}>")
     return click.Option(

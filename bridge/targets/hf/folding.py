@@ -14,9 +14,9 @@ from functools import cached_property
 
 from bridge.core.text import pattern
 from bridge.core.values import Feed, Format, InputGroup
+from bridge.planning.joined_and_cut import MIN_GROUP
 from bridge.planning.plan import PASSTHROUGH
 from bridge.planning.target import Draft
-from bridge.targets.fused import MIN_GROUP
 from bridge.targets.hf.spelling import Traits
 
 INTO = "pre-scales are not stored: {count} norms and the rows of {feeds} matrices are multiplied by them"

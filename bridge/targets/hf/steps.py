@@ -9,12 +9,12 @@ from dataclasses import replace
 from bridge.core.dtypes import DTYPES
 from bridge.core.text import byte_count, fold_problems, grouped, pattern
 from bridge.core.values import Format, Numeric, Site, Slice, TensorSpec
+from bridge.planning.joined_and_cut import MIN_GROUP, block_of, fused_with, is_refit
 from bridge.planning.plan import PASSTHROUGH, Output, Step
 from bridge.planning.target import Draft, Drafted
 from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import out_in
-from bridge.targets.fused import MIN_GROUP, block_of, fused_with, is_refit
 from bridge.targets.hf.experts import MIXED_EXPERTS, Experts
 from bridge.targets.hf.folding import Folding
 from bridge.targets.hf.shards import divide, names_for

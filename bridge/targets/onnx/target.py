@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.core.dtypes import DTYPES
 from bridge.core.values import Encoding, Format, Numeric, Site, Slice, TensorSpec
+from bridge.planning.joined_and_cut import fused_with, is_refit
 from bridge.planning.plan import Output, Plan, Step
 from bridge.planning.target import Draft, Drafted
 from bridge.quant.codec.blocks import stored_shapes
@@ -16,7 +17,6 @@ from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.targets.checkpoint import StreamedTarget, out_in
 from bridge.targets.config_json import generation_problems
-from bridge.targets.fused import fused_with, is_refit
 from bridge.targets.onnx.files import ENCODER, MODEL, PARTS, graphs, is_multimodal
 from bridge.targets.onnx.formats import not_in_onnx_runtime
 from bridge.targets.stacks import experts_of
