@@ -1,4 +1,4 @@
-"""Plan a pruned model from headers, and resolve the sizes that a user asks for."""
+"""Plan a pruned model, and resolve the sizes that a user asks for."""
 
 from __future__ import annotations
 

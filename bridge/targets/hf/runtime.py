@@ -1,4 +1,6 @@
-"""Run a written checkpoint, dequantized, in its class of `transformers` or `diffusers`, or generate with it.
+"""Run a written checkpoint, dequantized, in the class of its model.
+
+That is a class of `transformers` or `diffusers`, which also generates.
 
 This tests names, layouts, scales, pre-scales and folded norms together. Activations and the KV cache are not quantized;
 `substitute` says so.

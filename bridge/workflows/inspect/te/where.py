@@ -1,4 +1,4 @@
-"""Where in a config something stands: what it may name there, and the problems so far."""
+"""A place in a config: what it may name, and its problems."""
 
 from __future__ import annotations
 
