@@ -1,4 +1,4 @@
-"""Plan a pruned model, and resolve the sizes that a user asks for."""
+"""Plan a pruned model, and resolve the sizes that users give."""
 
 from __future__ import annotations
 
