@@ -151,29 +151,31 @@ class Calibration(Displayed):
         for module, form in formats.items():
             if not isinstance(form, Format) or not is_calibrated(form):
                 continue
-            smoothed = any(module in kind for kind in (self.smoothing_amax, self.awq_scale, self.pre_scale))
-            if form.input is not None and is_measured(form.input):
-                if module not in self.input_amax:
-                    lacking.setdefault("input amax", []).append(module)
-                elif smoothed and not form.prescales:
-                    lacking.setdefault("amax of the input before smoothing", []).append(module)
-            if form.weighted and module not in self.input_square:
-                lacking.setdefault("mean square of the input (importance matrix)", []).append(module)
-            if form.clipped and module not in self.weight_clip:
-                lacking.setdefault("clip of the blocks of the weight", []).append(module)
-            if form.compensated and module not in self.weight_codes:
-                lacking.setdefault(f"codes chosen by {form.algorithm}", []).append(module)
-            if form.rescaled and (module not in self.block_scales or module not in self.weight_amax):
-                lacking.setdefault(f"block scales chosen by {form.algorithm}", []).append(module)
-            scales = {"smoothquant": self.smoothing_amax, "awq": self.awq_scale, "awq_full": self.awq_scale}
-            known = scales.get(form.algorithm)
-            if known is not None and module not in known and module not in self.pre_scale:
-                lacking.setdefault(f"pre_quant_scale of {form.algorithm}", []).append(module)
-        if kv is not None and is_measured(kv):
-            for module in attention:
-                if module not in self.k_amax or module not in self.v_amax:
-                    lacking.setdefault("KV amax", []).append(module)
+            for what, lacks in self._lacks(module, form).items():
+                if lacks:
+                    lacking.setdefault(what, []).append(module)
+        for module in attention if is_measured(kv) else ():
+            if module not in self.k_amax or module not in self.v_amax:
+                lacking.setdefault("KV amax", []).append(module)
         return [f"{what}: {', '.join(fold_layers(names))}" for what, names in lacking.items()]
+
+    def _lacks(self, module: str, form: Format) -> dict[str, bool]:
+        """Each statistic that a format may need, and whether this calibration lacks it of a module."""
+        scales = {"smoothquant": self.smoothing_amax, "awq": self.awq_scale, "awq_full": self.awq_scale}
+        prescaled = (scales.get(form.algorithm, {}), self.pre_scale)
+        smoothed = any(module in kind for kind in (self.smoothing_amax, self.awq_scale, self.pre_scale))
+        seen = module in self.input_amax
+        return {
+            "input amax": is_measured(form.input) and not seen,
+            "amax of the input before smoothing": is_measured(form.input) and seen and smoothed and not form.prescales,
+            "mean square of the input (importance matrix)": form.weighted and module not in self.input_square,
+            "clip of the blocks of the weight": form.clipped and module not in self.weight_clip,
+            f"codes chosen by {form.algorithm}": form.compensated and module not in self.weight_codes,
+            f"block scales chosen by {form.algorithm}": form.rescaled
+            and not (module in self.block_scales and module in self.weight_amax),
+            f"pre_quant_scale of {form.algorithm}": form.algorithm in scales
+            and not any(module in kind for kind in prescaled),
+        }
 
     def require(
         self, formats: Mapping[str, Format | str], attention: Sequence[str] = (), kv: Numeric | None = None

@@ -11,16 +11,14 @@ import numpy as np
 
 from bridge._kernels.decode import floats, integers, powers
 from bridge._kernels.e5m2 import values_e5m2
-from bridge._kernels.fp8 import fp8
 from bridge.core.dtypes import BLOCKS, DTYPES, SEARCHED, UNIT, to_float32
 from bridge.core.errors import SchemeError
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec import ggml, kquants
 from bridge.quant.codec.arrays import Array, transpose_into, transposed
 from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, WORDS, Grid, grid, packing, stored_shapes
+from bridge.quant.codec.kernels import ONE, fp8_codes
 from bridge.quant.codec.packing import unpacked_codes, words_by_row
-
-ONE = np.ones((1, 1), np.float32)
 
 
 def storage(dtype: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
@@ -115,9 +113,7 @@ def scaled(
     if len(numeric) == 2:
         assert above is not None
         second = above.reshape(1, 1)
-        again = np.empty(out.shape, np.uint8)
-        fp8(out.view(np.uint32), second, *out.shape, again)
-        out = values(again, numeric[1].dtype, second, *out.shape)
+        out = values(fp8_codes(out, second), numeric[1].dtype, second, *out.shape)
     return out
 
 

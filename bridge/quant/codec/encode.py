@@ -21,10 +21,10 @@ from bridge.quant.codec import arrays, ggml, kquants
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import PLAIN, WORDS, grid, packing, stored_shapes
 from bridge.quant.codec.clip import Clip
-from bridge.quant.codec.decode import ONE, storage
+from bridge.quant.codec.decode import storage
 from bridge.quant.codec.fake_quant import fake_quantized
 from bridge.quant.codec.fused import fused
-from bridge.quant.codec.kernels import make_codes
+from bridge.quant.codec.kernels import ONE, make_codes
 from bridge.quant.codec.packing import Take, packed_codes
 from bridge.quant.codec.scales import Scales
 from bridge.quant.codec.search import fp4_scales, integer_amax

@@ -1,6 +1,8 @@
-"""Call the kernel that makes one-byte codes of a dtype."""
+"""Call the kernels that make one-byte codes."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from bridge._kernels.e5m2 import codes_e5m2
 from bridge._kernels.fp4 import fp4
@@ -10,6 +12,16 @@ from bridge.core.errors import SchemeError
 from bridge.quant.codec.arrays import Array
 
 INTEGER_RANGE = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0)}
+
+
+ONE = np.ones((1, 1), np.float32)
+
+
+def fp8_codes(numbers: Array, divisor: Array = ONE) -> Array:
+    """Return the e4m3 codes of float32 numbers (rows, cols) / one float32 divisor."""
+    codes = np.empty(numbers.shape, np.uint8)
+    fp8(np.ascontiguousarray(numbers, np.float32).view(np.uint32), divisor, *numbers.shape, codes)
+    return codes
 
 
 def make_codes(words: Array, divisor: Array, down: int, across: int, dtype: str, codes: Array) -> None:

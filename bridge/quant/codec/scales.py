@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge._kernels.fp8 import fp8
 from bridge._kernels.scales import e4m3, e8m0, single
 from bridge.core.dtypes import SEARCHED, from_float32, to_float32
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec.arrays import Array, cast, rounded
 from bridge.quant.codec.decode import values
-from bridge.quant.codec.kernels import INTEGER_RANGE
+from bridge.quant.codec.kernels import INTEGER_RANGE, fp8_codes
 
 # The smallest normal number: if ModelOpt clamps an amax, then to it, in the dtype of the amax.
 TINY = {"bfloat16": 2.0**-126, "float32": 2.0**-126, "float16": 2.0**-14}
@@ -116,18 +115,14 @@ class Scales:
         above = self._divisor[0, 0]
         block = rounded(largest / np.float32(self.bound), self._rounded) * above
         np.minimum(block, np.float32(E4M3_MAX), out=block)
-        codes = np.empty(block.shape, np.uint8)
-        fp8(block.view(np.uint32), np.ones((1, 1), np.float32), *block.shape, codes)
+        codes = fp8_codes(block)
         codes[codes == 0] = EIGHTH
         return {"scale": codes}, values(codes, "float8_e4m3fn") / above
 
 
 def e4m3_codes(scales: Array) -> Array:
     """Return the codes of float32 block scales; none is zero or above 448."""
-    kept = np.clip(scales, np.float32(2.0**-9), np.float32(E4M3_MAX)).astype(np.float32)
-    codes = np.empty(kept.shape, np.uint8)
-    fp8(kept.view(np.uint32), np.ones((1, 1), np.float32), *kept.shape, codes)
-    return codes
+    return fp8_codes(np.clip(scales, np.float32(2.0**-9), np.float32(E4M3_MAX)))
 
 
 def round_up_subnormals(scale: Array, dtype: str) -> Array:

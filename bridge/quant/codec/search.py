@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge._kernels.fp8 import fp8
 from bridge._kernels.search import e4m3_sweep, fp4_errors, integer_sweep
 from bridge.core.values import FOUR_OVER_SIX, MSE, Numeric
 from bridge.quant.codec.arrays import Array
-from bridge.quant.codec.decode import ONE, values
-from bridge.quant.codec.kernels import INTEGER_RANGE
+from bridge.quant.codec.decode import values
+from bridge.quant.codec.kernels import INTEGER_RANGE, fp8_codes
 
 # MseCalibConfig: `start_multiplier`, `stop_multiplier`, and the steps that its `step_size` of 0.1 makes.
 START, STOP, STEPS = 0.25, 4.0, 39
@@ -68,16 +67,10 @@ def _four_over_six(words: Array, amax: Array, numeric: Numeric, across: int, who
     covered = whole * (E4M3_MAX / most) / bound
     factor = E4M3_MAX / (covered if covered > ZERO else np.float32(1))
     for one in tried:
-        codes = _e4m3(np.minimum(one / bound * factor, E4M3_MAX))
+        codes = fp8_codes(np.minimum(one / bound * factor, E4M3_MAX))
         loss = np.empty(amax.shape, np.float32)
         fp4_errors(words, values(codes, "float8_e4m3fn") * (np.float32(1) / factor), across, loss)
         losses.append(loss)
     scale = np.where(losses[1] < losses[0], tried[1], tried[0]) / bound
     scale[scale == 0] = 1
-    return _e4m3(np.clip(scale * most / (whole / bound), LEAST, E4M3_MAX))
-
-
-def _e4m3(numbers: Array) -> Array:
-    codes = np.empty(numbers.shape, np.uint8)
-    fp8(np.ascontiguousarray(numbers, np.float32).view(np.uint32), ONE, *numbers.shape, codes)
-    return codes
+    return fp8_codes(np.clip(scale * most / (whole / bound), LEAST, E4M3_MAX))

@@ -24,38 +24,6 @@ from bridge.quant.schemes.grammar import (
 )
 from bridge.quant.schemes.scheme import Scheme
 
-# Types of llama.cpp whose codes its own quantizer chooses.
-_GGML = (
-    "q4_1", "q5_0", "q5_1", "q2_k", "q2_k_s", "q3_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s",
-    "q5_k_m", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq2_m", "iq3_xxs", "iq3_xs", "iq3_s",
-    "iq3_m", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0",
-)  # fmt: skip
-# What other tools call a scheme, where no scheme here is the same thing.
-ELSEWHERE = {
-    **{
-        name: "only llama-quantize makes it: convert with --target gguf --dtype fp16 and no scheme, then "
-        f"run llama-quantize model.gguf out.gguf {name.upper()}; q4_k, q5_k, q6_k, q4_0 and q8_0 are schemes here, "
-        "the first four also with _imatrix behind, and a recipe mixes them"
-        for name in _GGML
-    },
-    **dict.fromkeys(
-        ("imatrix", "q8_0_imatrix"),
-        "llama.cpp weighs errors by an importance matrix in q4_k_imatrix, q5_k_imatrix, q6_k_imatrix and q4_0_imatrix",
-    ),
-    "w8a8": "with FP8 that is fp8 (or fp8_pc_pt), with INT8 int8_sq (or int8)",
-    "w4a16": "int4_awq is calibrated, int4_wo takes no data",
-    "int4": "int4_awq is calibrated, int4_wo takes no data",
-    "mxfp4": "mxfp4_wo has MXFP4 weights, mxfp8 has MXFP8 weights and activations",
-    "fp8_dynamic": "fp8_pc_pt has weights per channel and activations per token",
-    "nvfp4a16": "nvfp4_wo has NVFP4 weights and no quantized activations",
-    **dict.fromkeys(("fp16", "float16"), "it is a dtype; leave the scheme out, and pass dtype='fp16' (--dtype fp16)"),
-    **dict.fromkeys(("bf16", "bfloat16"), "it is a dtype; leave the scheme out, and pass dtype='bf16' (--dtype bf16)"),
-    "bnb": "bitsandbytes' kernels quantize at load; int4_wo and nvfp4_wo take no data either",
-    "bitsandbytes": "its kernels quantize at load; int4_wo and nvfp4_wo take no data either",
-    "fp4": "nvfp4 and mxfp4_wo are the schemes with 4-bit floats",
-    "gptq": "int4_gptq chooses the codes of int4_wo by GPTQ; format='gptq' (--format gptq) writes its file format",
-    "nf4": "NF4 belongs to bitsandbytes, whose kernels quantize at load; int4_wo and nvfp4_wo take no data either",
-}
 # The weight that awq_clip may have. With a second numeric ModelOpt measures amax again and drops the clips, of NVFP4 it
 # clips the scale above the blocks alone, and an input's amax would be that of the last batch.
 CLIPPED = ("int4", "block", "", 1)
@@ -96,10 +64,16 @@ def named_scheme(name: str) -> Scheme:
         aliases |= {alias: file for alias in read_toml(file).get("aliases", [])}
     if word in aliases:
         return read_scheme(aliases[word])
-    if word in ELSEWHERE:
-        raise UsageError(f"quant={name!r} is not a scheme here: {ELSEWHERE[word]}; `qbridge show schemes` lists all")
+    if answer := elsewhere(word):
+        raise UsageError(f"quant={name!r} is not a scheme here: {answer}; `qbridge show schemes` lists all")
     hint = "a recipe is given by its path, ending in .toml"
     raise UsageError(f"quant={name!r} is unknown; {nearest(name, [*scheme_names(), *aliases])}; {hint}")
+
+
+def elsewhere(word: str) -> str:
+    """What to do about another tool's name for a scheme, by `mappings/elsewhere.toml`; "" for an unknown word."""
+    rows = read_toml(mappings() / "elsewhere.toml")["row"]
+    return next((row["answer"].format(NAME=word.upper()) for row in rows if word in row["names"]), "")
 
 
 @cached_by_file

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import TypeGuard
 
 from bridge.core.errors import SchemeError
 from bridge.core.text import fold_layers, nearest, number
@@ -105,14 +106,12 @@ class Scheme:
     @property
     def needs_calibration(self) -> bool:
         """Whether the output depends on statistics of activations."""
-        kv = self.kv is not None and is_measured(self.kv)
-        return kv or any(is_calibrated(form) for form in self.formats)
+        return is_measured(self.kv) or any(is_calibrated(form) for form in self.formats)
 
     @property
     def needs_modelopt(self) -> bool:
         """Whether ModelOpt collects any of these statistics; an importance matrix takes the plain model."""
-        kv = self.kv is not None and is_measured(self.kv)
-        return kv or any(is_calibrated(form) and not form.weighted for form in self.formats)
+        return is_measured(self.kv) or any(is_calibrated(form) and not form.weighted for form in self.formats)
 
     @property
     def simulation_needs_cuda(self) -> str:
@@ -204,18 +203,17 @@ def _without_smoothing(form: Format, site: Site) -> Format:
 
 def is_calibrated(form: Format) -> bool:
     """Whether `form` cannot be written without statistics of activations."""
-    given = form.prescales or form.clipped or form.weighted or form.chosen
-    return given or (form.input is not None and is_measured(form.input))
+    return form.prescales or form.clipped or form.weighted or form.chosen or is_measured(form.input)
 
 
 def _needs_inputs(form: Format) -> bool:
     """Whether a module that no input reaches cannot have `form`; AWQ and clips leave such a one as it is."""
-    return form.chosen or (form.input is not None and is_measured(form.input))
+    return form.chosen or is_measured(form.input)
 
 
-def is_measured(numeric: Numeric) -> bool:
-    """Whether calibration fixes a scale of `numeric`."""
-    return numeric.static and not numeric.constant
+def is_measured(numeric: Numeric | None) -> TypeGuard[Numeric]:
+    """Whether calibration fixes a scale of `numeric`; None is not quantized."""
+    return numeric is not None and numeric.static and not numeric.constant
 
 
 def has_tensor_scale(form: Format) -> bool:

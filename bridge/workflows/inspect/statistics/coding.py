@@ -20,9 +20,9 @@ from bridge.core.values import Encoding
 from bridge.quant.codec import arrays, kquants
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import Grid, grid
-from bridge.quant.codec.decode import ONE, scaled, values
+from bridge.quant.codec.decode import scaled, values
 from bridge.quant.codec.encode import Encoder
-from bridge.quant.codec.kernels import make_codes
+from bridge.quant.codec.kernels import ONE, make_codes
 from bridge.workflows.inspect.statistics.quantization import Quantization
 
 PIECE = 1 << 18  # values at once
