@@ -19,6 +19,7 @@ from bridge.planning.joined_and_cut import (
     partly_unquantized_modules,
     uneven,
     unquantized_modules,
+    words_of,
 )
 from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Plan, Step
@@ -173,7 +174,7 @@ class Runtime:
 
     def mistake_of(self, plan: Plan) -> str:
         """What it makes of a plan that it takes and does not understand; "" if there is nothing of that kind."""
-        words = [str(plan.options.get("format")), *dict.fromkeys(map(_words, plan.quantized))]
+        words = [str(plan.options.get("format")), *dict.fromkeys(map(words_of, plan.quantized))]
         return next((self.mistakes[word] for word in words if word in self.mistakes), "")
 
 
@@ -220,7 +221,7 @@ def verdict(runtime: Runtime, plan: Plan) -> Verdict:
     if problems:
         mistake, instead = runtime.mistake_of(plan), _instead(runtime, contract, plan)
         return Verdict(runtime, "; ".join(problems), instead, mistake=mistake)
-    rows = [contract.loads[words] for words in dict.fromkeys(map(_words, plan.quantized))]
+    rows = [contract.loads[words] for words in dict.fromkeys(map(words_of, plan.quantized))]
     inputs = next((row.inputs for row in rows if row.inputs), "")
     evidence = tuple(_evidence(contract, plan, rows))
     return Verdict(runtime, ranks=_fewer_ranks(runtime, contract, plan), inputs=inputs, evidence=evidence)
@@ -309,7 +310,7 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
     followed = fused_modules(runtime.fused, plan, followed=True)
     for step in plan.quantized:
         assert step.site
-        if row := contract.loads.get(_words(step)):
+        if row := contract.loads.get(words_of(step)):
             yield from ((step.site.module, why) for why in _misfits(row, step, plan, step.site.module in followed))
     if (ranks := _ranks(plan)) > 1:
         yield from _unshared(runtime, contract, plan, ranks)
@@ -339,7 +340,7 @@ def _misfits_of_ranks(runtime: Runtime, contract: Contract, plan: Plan, ranks: i
     fused = fused_modules(runtime.fused, plan)
     for step in plan.quantized:
         assert step.site
-        if row := contract.loads.get(_words(step)):
+        if row := contract.loads.get(words_of(step)):
             out = row.out if step.site.module in fused else 1
             yield from ((step.site.module, why) for why in cut_blocks(plan, step, ranks, out, row.inner))
 
@@ -385,12 +386,6 @@ def _instead(runtime: Runtime, contract: Contract | None, plan: Plan) -> str:
     others = (other for other in runtime.contracts if other is not contract)
     fits = (other for other in others if not any(_problems(runtime, other, plan)))
     return next((other.flags(plan.target) for other in fits), "")
-
-
-def _words(step: Step) -> str:
-    format_ = step.scheme_format
-    assert format_
-    return contract_words(format_)
 
 
 def verdicts(runtimes: Iterable[Runtime], plan: Plan) -> tuple[Verdict, ...]:

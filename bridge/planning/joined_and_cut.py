@@ -35,7 +35,7 @@ def partly_unquantized_modules(names: Names, plan: Plan) -> list[str]:
 
     Experts of a layer may not differ in their formats either.
     """
-    formats = {step.site.module: _words(step) for step in plan.steps if step.site}
+    formats = {step.site.module: words_of(step) for step in plan.steps if step.site}
     experts = (step.site for step in plan.steps if step.site and step.site.expert is not None)
     of_layers = [[site.module for site in sites] for sites in grouped(experts, lambda site: site.experts)]
     unlike = (members for members in of_layers if names and len({formats[module] for module in members}) > 1)
@@ -56,7 +56,8 @@ def _joined(names: Names, modules: Sequence[str] | dict[str, str]) -> Iterator[l
                 yield members
 
 
-def _words(step: Step) -> str:
+def words_of(step: Step) -> str:
+    """The formats of a step as a row of a contract names them; "" if it is not quantized."""
     return contract_words(format_) if (format_ := step.scheme_format) else ""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,25 +101,24 @@ class _Watch(TorchFunctionMode):
         self._ran: set[str] = set()
         self._inside = 0
         self._model = model
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
 
     def __enter__(self) -> _Watch:
         for name, module in self._model.named_modules():
             if isinstance(module, nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d | nn.Conv3d):
                 self._weights.setdefault(id(module.weight), []).append(name)
-                self._hooks.append(module.register_forward_pre_hook(partial(self._runs, name)))
+                self._hooks.enter_context(module.register_forward_pre_hook(partial(self._runs, name)))
             if isinstance(module, nn.Linear | Conv1D):
-                self._hooks.append(module.register_forward_pre_hook(partial(self._reads, name)))
-                self._hooks.append(module.register_forward_hook(self._leave))
+                self._hooks.enter_context(module.register_forward_pre_hook(partial(self._reads, name)))
+                self._hooks.enter_context(module.register_forward_hook(self._leave))
             elif any(norm in type(module).__name__ for norm in NORMS):
-                self._hooks.append(module.register_forward_hook(partial(self._makes, name)))
+                self._hooks.enter_context(module.register_forward_hook(partial(self._makes, name)))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:

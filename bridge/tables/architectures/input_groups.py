@@ -44,10 +44,7 @@ def singles_of(matched: Matched) -> tuple[InputGroup, ...]:
 
 def readings_of(matched: Matched) -> tuple[InputGroup, ...]:
     """Return the groups of modules that read one tensor, layer by layer."""
-    at: dict[tuple[str, int | None], str] = {}
-    for name, (entry, layer, expert) in matched.placed.items():
-        if expert is None:
-            at |= {(role, layer): name for role in entry.roles}
+    at = {where: name for where, (name, _) in matched.by_role().items()}
     shifted = [entry for entry in matched.entries if isinstance(entry.row.expr, Call) and entry.row.expr.op == "shift"]
     plus_one = {role for entry in shifted for role in entry.roles}  # norms that store their factor minus one
     place = {role: number for number, entry in enumerate(matched.entries) for role in reversed(entry.roles)}

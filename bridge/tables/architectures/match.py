@@ -91,6 +91,11 @@ class Matched:
     misshapen: list[tuple[TensorSpec, Entry]] = field(default_factory=list)
     missing: list[tuple[Entry, list[str]]] = field(default_factory=list)
 
+    def by_role(self) -> dict[tuple[str, int | None], tuple[str, Entry]]:
+        """Role and layer -> its tensor and row, without experts that have a tensor each."""
+        placed = ((name, entry, layer) for name, (entry, layer, expert) in self.placed.items() if expert is None)
+        return {(role, layer): (name, entry) for name, entry, layer in placed for role in entry.roles}
+
 
 def match(
     table: ArchTable, architecture: str, config: Mapping[str, object], specs: Mapping[str, TensorSpec]

@@ -46,7 +46,7 @@ def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> 
         order=order,
         embeddings=_embeddings(matched),
         singles=singles_of(matched),
-        feeds=feeds_of(matched),
+        feeds=tuple(feeds_of(matched)),
         cuts=cuts_of(matched),
         joined={name: how for name, (entry, _, _) in placed if (how := _joined(entry.row.expr))},
     )
@@ -204,16 +204,9 @@ PAIRS = {
 }
 
 
-def feeds_of(matched: Matched) -> tuple[Feed, ...]:
-    """Return the pairs of one layer whose matrices are stored [out, in], layer by layer."""
-    at: dict[tuple[str, int | None], tuple[str, Entry]] = {}
-    for name, (entry, layer, expert) in matched.placed.items():
-        if expert is None:
-            at |= {(role, layer): (name, entry) for role in entry.roles}
-    return tuple(_feeds(matched, at))
-
-
-def _feeds(matched: Matched, at: dict[tuple[str, int | None], tuple[str, Entry]]) -> Iterator[Feed]:
+def feeds_of(matched: Matched) -> Iterator[Feed]:
+    """Yield the pairs of one layer whose matrices are stored [out, in], layer by layer."""
+    at = matched.by_role()
     for layer in sorted({layer for _, layer in at if layer is not None}):
         for wrote, reads in PAIRS.items():
             if (wrote, layer) not in at or (reads, layer) not in at:
