@@ -85,21 +85,22 @@ def measure(model: str, scheme: str, kv: str | None, way: str, rows: int, files:
     if way == "whole":
         calibration = fake_quantize(job).calibration
     else:
-        room = Room(found.part_bytes, found.in_files) if way == "experts" else None
+        room = Room(found.experts.nbytes, found.blocks.in_files) if way == "experts" else None
         options = Options(spill=spill, room=room)
         calibration = calibrate_by_blocks(job, options)
     seconds = time.process_time() - start
     # getrusage counts the parent's memory, too: the peak is kept over exec
     status = Path("/proc/self/status").read_text()
     peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024 - base
-    least = {"whole": found.whole, "blocks": found.in_files, "experts": found.by_expert_in_files}
-    told = least[way] if files else {"whole": found.whole, "blocks": found.blocks, "experts": found.by_expert}[way]
+    least = {"whole": found.whole, "blocks": found.blocks.in_files, "experts": found.experts.in_files}
+    held = {"whole": found.whole, "blocks": found.blocks.held, "experts": found.experts.held}
+    told = least[way] if files else held[way]
     figures = {
         "peak": peak,
         "seconds": seconds,
         "digest": calibration.digest,
         "told": told,
-        "block": found.part_bytes if way == "experts" else found.largest_bytes,
+        "block": (found.experts if way == "experts" else found.blocks).nbytes,
         "states": found.states,
         "experts": sum(int((counts > 0).sum()) for counts in calibration.expert_tokens.values()),
     }

@@ -52,7 +52,7 @@ class Strategy:
     @property
     def ahead(self) -> bool:
         """Whether the next block is read while one runs; a model in memory is not read."""
-        return not self.resident and self.need.blocks + self.need.largest_bytes <= self.budget
+        return not self.resident and self.need.blocks.held + self.need.blocks.nbytes <= self.budget
 
     def message(self) -> str:
         """Say that free memory sends the model through in blocks, with both figures; "" if the caller chose."""
@@ -63,7 +63,7 @@ class Strategy:
         return (
             f"the calibration runs block by block, because the whole model takes {size(self.need.whole)} of memory and "
             f"{size(self.budget)} of what is free here may be used (memory=, --memory); blocks take "
-            f"{size(min(self.need.blocks, self.budget))}{files}"
+            f"{size(min(self.need.blocks.held, self.budget))}{files}"
         )
 
     def spill(self, partial: Path | None, sharing: int = 1) -> Spill | None:
@@ -80,7 +80,7 @@ class Strategy:
             )
         share = self.need.share(self.budget)
         kept = 0 if partial is None else self.need.states  # finished blocks keep their outputs twice in turn
-        spare = max(0, self.budget - self.need.blocks)
+        spare = max(0, self.budget - self.need.blocks.held)
         return spill_to(partial, share, self.need.states - share, self.need.codes, kept, spare, sharing)
 
 

@@ -188,7 +188,7 @@ def room_for(job: Job, data: Data, memory: int | None, device: str | None) -> Ro
     budget = int(free_memory(device) * USED) if memory is None else memory
     given = f"{size(budget)}, what is free here" if memory is None else f"memory={size(budget)} (--memory)"
     whole = need.whole <= budget or (memory is None and resident)
-    least = min(need.blocks, need.whole)
+    least = min(need.blocks.held, need.whole)
     if job.method != "block" and not whole:
         small = job.budget and job.budget.kind == "kl" and " and a budget of bits or bytes"
         block = f"method='block' (--method block){small or ''}, which takes {size(least)}"
@@ -200,10 +200,10 @@ def room_for(job: Job, data: Data, memory: int | None, device: str | None) -> Ro
         )
     if least > budget and not whole:
         raise UsageError(
-            f"{given} is too little for method='block': {need.largest} has {size(need.largest_bytes)}, and with its "
-            f"activations it takes {size(least)}; give at least {least} bytes, or fewer samples= (--samples)"
+            f"{given} is too little for method='block': {need.blocks.largest} has {size(need.blocks.nbytes)}, and with "
+            f"its activations it takes {size(least)}; give at least {least} bytes, or fewer samples= (--samples)"
         )
-    return Room(whole, not resident and need.blocks + need.largest_bytes <= budget, need.whole)
+    return Room(whole, not resident and need.blocks.held + need.blocks.nbytes <= budget, need.whole)
 
 
 def _check_several(quant: Sequence[Any], fallback: str | None, method: str) -> None:

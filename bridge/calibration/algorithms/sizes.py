@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,11 +25,11 @@ class Matrix:
     in_: int
     forms: tuple[Format, ...]
 
-    @property
-    def block(self) -> str:
-        """Its layer, or itself outside the layers."""
-        match = LAYER.match(self.name)
-        return match.group() if match else self.name
+
+def block_of(name: str) -> str:
+    """The layer that a tensor lies in, or its own name outside the layers."""
+    match = LAYER.match(name)
+    return match.group() if match else name
 
 
 def matrices_of(specs: Mapping[str, TensorSpec], scheme: Scheme, sites: Sequence[Site] = ()) -> list[Matrix]:
@@ -56,14 +57,13 @@ def hessian_sizes(matrices: Iterable[Matrix]) -> tuple[dict[str, int], int]:
     >>> hessian_sizes([Matrix("model.layers.3.mlp.up.weight", 2, 4, load_scheme("int4_gptq").formats)])
     ({'model.layers.3': 64}, 384)
     """
-    sizes: dict[str, int] = {}
-    copies = 0
+    sizes, copies = Counter[str](), 0
     for one in matrices:
         if any(form.algorithm == "gptq" for form in one.forms):
             hessian = 4 * one.in_**2
-            sizes[one.block] = sizes.get(one.block, 0) + hessian
+            sizes[block_of(one.name)] += hessian
             copies = max(copies, COPIES * hessian + WEIGHT_COPIES * 4 * one.out * one.in_)
-    return sizes, copies
+    return dict(sizes), copies
 
 
 def codes_bytes(matrices: Iterable[Matrix]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ from bridge.calibration.algorithms.clips import LOSSES, search_bytes
 from bridge.calibration.algorithms.sizes import (
     EXPERTS,
     LAYER,
+    block_of,
     changed_values,
     codes_bytes,
     hessian_sizes,
@@ -87,86 +89,84 @@ def tokens_of(data: Data) -> Tokens:
 
 
 @dataclass(frozen=True)
-class Need:
-    """Bytes that a calibration takes: with the whole model, and block by block; `largest`: the largest block.
+class Parts:
+    """What a run part by part takes. `largest`: the name of the largest part, of `nbytes`.
 
-    `states`: activations between blocks, part of `blocks`; with them in files it takes `in_files`. `by_expert` and
-    `by_expert_in_files`: the same with a layer's experts one by one, where `part` is the largest; as by blocks without.
-    `codes`: of the codes and scales that are chosen, which a run by blocks keeps in a file; part of `whole`.
-    `offloaded`: of the states, what a device leaves to the memory of its host while it waits.
+    `held`: bytes with activations between parts in memory; `in_files`: with them in files.
+    """
+
+    largest: str
+    nbytes: int
+    held: int
+    in_files: int
+
+    def __str__(self) -> str:
+        files = f"; {size(self.in_files)} with activations in files" if self.in_files < 0.9 * self.held else ""
+        return f"(the largest is {self.largest}, {size(self.nbytes)}{files})"
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a calibration takes: with the whole model, block by block, and with a layer's experts one by one.
+
+    `states`: activations between blocks. `experts`: as `blocks` without any. `codes`: of the codes and scales that are
+    chosen, which a run by blocks keeps in a file; part of `whole`. `offloaded`: of the states, what a device leaves to
+    the memory of its host while it waits.
     """
 
     whole: int
-    blocks: int
-    largest: str
-    largest_bytes: int
     states: int
-    in_files: int
-    by_expert: int
-    by_expert_in_files: int
-    part: str
-    part_bytes: int
+    blocks: Parts
+    experts: Parts
     codes: int = 0
     offloaded: int = 0
 
     def share(self, budget: int) -> int:
         """Return how many bytes of the activations stay in memory, if a budget is at least `least`."""
-        most, least = (self.by_expert, self.by_expert_in_files) if self.cuts(budget) else (self.blocks, self.in_files)
-        return self.states if budget >= most else min(self.states, max(0, int((budget - least) / SLACK)))
+        way = self.experts if self.cuts(budget) else self.blocks
+        return self.states if budget >= way.held else min(self.states, max(0, int((budget - way.in_files) / SLACK)))
 
     def cuts(self, budget: int) -> bool:
         """Whether layers do not fit into a budget, so that their experts run one by one."""
-        return budget < self.in_files
+        return budget < self.blocks.in_files
 
     def line(self) -> str:
         """The figures, for a plan; of a small model one, because blocks would save nothing."""
         if self.least >= self.whole:
             return f"calibration takes {size(self.whole)} of memory for the whole model"
         line = (
-            f"calibration takes {size(self.whole)} with the whole model in memory, {size(self.blocks)} block by block "
-            f"(the largest is {self.largest}, {size(self.largest_bytes)}"
-            f"{_with_files(self.in_files, self.blocks)})"
+            f"calibration takes {size(self.whole)} with the whole model in memory, {size(self.blocks.held)} block by "
+            f"block {self.blocks}"
         )
-        if self.part != self.largest:
-            line += (
-                f", {size(self.by_expert)} expert by expert (the largest is {self.part}, {size(self.part_bytes)}"
-                f"{_with_files(self.by_expert_in_files, self.by_expert)})"
-            )
+        if self.experts.largest != self.blocks.largest:
+            line += f", {size(self.experts.held)} expert by expert {self.experts}"
         return line
 
     @property
     def least(self) -> int:
         """What a calibration takes at least."""
-        return min(self.whole, self.in_files, self.by_expert_in_files)
+        return min(self.whole, self.blocks.in_files, self.experts.in_files)
 
     @property
     def on_device(self) -> Need:
         """The same on a device, where waiting activations have no files."""
-        if self.offloaded:
-            return replace(self, blocks=self.in_files, by_expert=self.by_expert_in_files)
-        return replace(self, in_files=self.blocks, by_expert_in_files=self.by_expert)
+        blocks, experts = (
+            replace(way, held=way.in_files) if self.offloaded else replace(way, in_files=way.held)
+            for way in (self.blocks, self.experts)
+        )
+        return replace(self, blocks=blocks, experts=experts)
 
     @property
     def uncut(self) -> Need:
         """The same without experts one by one."""
-        return replace(
-            self,
-            by_expert=self.blocks,
-            by_expert_in_files=self.in_files,
-            part=self.largest,
-            part_bytes=self.largest_bytes,
-        )
+        return replace(self, experts=self.blocks)
 
     def room(self, budget: int) -> Room | None:
         """What fits into `budget`; None if every block does."""
         if not self.cuts(budget):
             return None
-        spare = int((budget - self.by_expert) / SLACK)
-        return Room(self.part_bytes + max(0, spare), self.in_files)
-
-
-def _with_files(least: int, held: int) -> str:
-    return f"; {size(least)} with activations in files" if least < 0.9 * held else ""
+        spare = int((budget - self.experts.held) / SLACK)
+        return Room(self.experts.nbytes + max(0, spare), self.blocks.in_files)
 
 
 def calibration_need(
@@ -181,8 +181,6 @@ def calibration_need(
     `sites`: those that the scheme is bound to; without them every matrix of a layer counts as one of each format.
     """
     tokens = tokens or default_tokens(scheme, config)
-    sizes, parts = block_sizes(specs.values()), part_sizes(specs.values())
-    name, part = (max(held, key=lambda key: held[key]) for held in (sizes, parts))
     width, inner, vocabulary, chosen = (_number(config, keys) for keys in _KEYS)
     item = _ITEM.get(main_dtype(specs.values()), 4)
     inside = tokens.batch * max(vocabulary, AT_ONCE * inner) * item  # logits of the head; gate, up and product
@@ -200,17 +198,19 @@ def calibration_need(
     whole = int((WHOLE + losses) * total) + stacked_bytes(specs.values()) + product + inside
     whole += sum(hessians.values()) + copies + codes + changed_values(matrices) * item
     rest = smoothed + product + inside + BASE + max(hessians.values(), default=0) + copies
-    blocks, in_files = (int(SLACK * (sizes[name] + held) + losses * sizes[name]) + rest for held in (states, running))
-    by_expert, least = (
-        int(SLACK * (parts[part] + held + paused) + losses * parts[part]) + rest for held in (states, running)
-    )
+
+    def parts(sizes: Mapping[str, int], waiting: int = 0) -> Parts:
+        name = max(sizes, key=lambda key: sizes[key])
+        most = sizes[name]
+        both = (int(SLACK * (most + held + waiting) + losses * most) + rest for held in (states, running))
+        return Parts(name, most, *both)
+
+    blocks, experts = parts(block_sizes(specs.values())), parts(part_sizes(specs.values()), paused)
     offloaded = states if tokens.batch * width * item >= STAYS else 0
-    made = Need(
-        whole, blocks, name, sizes[name], states, in_files, by_expert, least, part, parts[part], codes, offloaded
-    )
+    made = Need(whole, states, blocks, experts, codes, offloaded)
     # an importance matrix is collected from whole layers, as are clips and codes
     looks = any(form.weighted or form.clipped or form.chosen for form in scheme.formats)
-    return made if least < in_files and not looks else made.uncut
+    return made if experts.in_files < blocks.in_files and not looks else made.uncut
 
 
 def streams_of(scheme: Scheme, sites: Sequence[Site] = ()) -> int:
@@ -236,9 +236,11 @@ def measuring_need(
         need = calibration_need(specs, config, scheme, tokens)
         twice = any(form.changes_weights for form in scheme.formats)
         changing += twice
-        more = logits + need.largest_bytes * twice
-        found.append(replace(need, blocks=need.blocks + more, in_files=need.in_files + more).uncut)
-    most = max(found, key=lambda need: need.blocks)
+        blocks = need.blocks
+        more = logits + blocks.nbytes * twice
+        blocks = replace(blocks, held=blocks.held + more, in_files=blocks.in_files + more)
+        found.append(replace(need, blocks=blocks).uncut)
+    most = max(found, key=lambda need: need.blocks.held)
     again = max(0, changing - 1) * sum(spec.nbytes for spec in specs.values())
     whole = max(need.whole for need in found) + logits + again
     return replace(most, whole=whole)
@@ -250,12 +252,10 @@ def block_sizes(specs: Iterable[TensorSpec]) -> dict[str, int]:
     >>> block_sizes([TensorSpec("model.layers.3.mlp.up.weight", (2, 2), "float32")])
     {'model.layers.3': 16}
     """
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for spec in specs:
-        match = LAYER.match(spec.name)
-        name = match.group() if match else spec.name
-        sizes[name] = sizes.get(name, 0) + spec.nbytes
-    return sizes
+        sizes[block_of(spec.name)] += spec.nbytes
+    return dict(sizes)
 
 
 def stacked_bytes(specs: Iterable[TensorSpec]) -> int:
@@ -277,25 +277,22 @@ def part_sizes(specs: Iterable[TensorSpec]) -> dict[str, int]:
     >>> part_sizes([TensorSpec("model.layers.3.mlp.gate.weight", (8, 2), "float32"), *up])
     {'model.layers.3 with one expert of 8 at a time': 192}
     """
-    dense: dict[str, int] = {}
-    experts: dict[str, dict[str, int]] = {}
+    dense = Counter[str]()
+    experts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for spec in specs:
-        layer, stack = LAYER.match(spec.name), EXPERTS.match(spec.name)
-        name = layer.group() if layer else spec.name
-        if layer and stack and stack["number"]:
-            own = experts.setdefault(name, {})
-            own[stack["number"]] = own.get(stack["number"], 0) + spec.nbytes
-        elif layer and stack and len(spec.shape) > 1 and not spec.across:
-            own = experts.setdefault(name, {})
+        name, stack = block_of(spec.name), EXPERTS.match(spec.name) if LAYER.match(spec.name) else None
+        if stack and stack["number"]:
+            experts[name][stack["number"]] += spec.nbytes
+        elif stack and len(spec.shape) > 1 and not spec.across:
             for number in range(spec.shape[0]):
-                own[str(number)] = own.get(str(number), 0) + spec.nbytes // spec.shape[0]
+                experts[name][str(number)] += spec.nbytes // spec.shape[0]
         else:
-            dense[name] = dense.get(name, 0) + spec.nbytes
+            dense[name] += spec.nbytes
     cut = {
         f"{name} with one expert of {len(own)} at a time": dense.pop(name, 0) + EXPERT * max(own.values())
         for name, own in experts.items()
     }
-    return dense | cut
+    return dict(dense) | cut
 
 
 def by_blocks(found: Need, memory: int | None, free: int, driven: bool = False, resident: bool = False) -> bool:
@@ -312,10 +309,11 @@ def by_blocks(found: Need, memory: int | None, free: int, driven: bool = False, 
             f"a forward_loop runs the whole model, which takes {size(found.whole)} of memory, more than "
             f"memory={size(budget)} (--memory); give batches as data=, which run block by block, or more memory"
         )
-    if (least := found.least) > budget:
+    least, part = found.least, found.experts
+    if least > budget:
         given = f"memory={size(budget)} (--memory)" if memory is not None else f"{size(budget)}, what is free here,"
         raise UsageError(
-            f"{given} is too little to calibrate: {found.part} has {size(found.part_bytes)}, and with its "
+            f"{given} is too little to calibrate: {part.largest} has {size(part.nbytes)}, and with its "
             f"activations it takes {size(least)}; give at least {least} bytes, fewer samples= (--samples), or a saved "
             "calibration (calib=)"
         )

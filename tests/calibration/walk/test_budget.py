@@ -192,10 +192,11 @@ def test_activations_of_a_device_wait_in_the_memory_of_its_host(monkeypatch: pyt
     monkeypatch.setattr("bridge.calibration.walk.budget.BASE", 0)
     job = CalibrationJob(source, structure, scheme, data, free=1 << 40)
     host, small = (choose_strategy(replace(job, device=device)) for device in (None, "cuda"))
-    assert small.need.blocks == small.need.in_files == host.need.blocks and not small.need.offloaded
+    assert small.need.blocks.held == small.need.blocks.in_files == host.need.blocks.held and not small.need.offloaded
     monkeypatch.setattr("bridge.calibration.walk.budget.STAYS", 1 << 10)
     device = choose_strategy(replace(job, device="cuda"))
-    assert device.need.blocks == host.need.in_files < host.need.blocks and device.need.offloaded == host.need.states
+    assert device.need.blocks.held == host.need.blocks.in_files < host.need.blocks.held
+    assert device.need.offloaded == host.need.states
     assert device.spill(None) is None
     monkeypatch.setattr("bridge.calibration.calibrate.available_memory", lambda: device.need.offloaded - 1)
     with pytest.raises(UsageError, match=r"of activations wait in the host's memory, of which .* give fewer samples="):

@@ -57,7 +57,7 @@ def walked(
     source: Source, scheme: Scheme, data: Data, room: Room | None = None, partial: Path | None = None
 ) -> Calibration:
     """With the layers that have experts cut, which are the largest blocks of these models, or with `room`."""
-    room = room or Room(calibration_need(source.specs, source.config, scheme).largest_bytes - 1, 0)
+    room = room or Room(calibration_need(source.specs, source.config, scheme).blocks.nbytes - 1, 0)
     return calibrate_by_blocks(
         CalibrationJob(source, structure_of(source), scheme, data, partial=partial), Options(room=room)
     )
@@ -113,11 +113,11 @@ def test_the_budget_alone_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("bridge.calibration.walk.budget.EXPERT", 2)
     source, scheme, _ = opened(tmp_path, "fp8")
     need = need_of(source, scheme)
-    assert need.by_expert_in_files < need.in_files < need.blocks < need.whole
+    assert need.experts.in_files < need.blocks.in_files < need.blocks.held < need.whole
     made = {}
-    for memory in (need.whole, need.blocks, need.in_files, need.in_files - 1, need.least):
+    for memory in (need.whole, need.blocks.held, need.blocks.in_files, need.blocks.in_files - 1, need.least):
         made[memory] = bridge.calibrate(tmp_path, "fp8", batches(), memory=memory).digest
-        assert bool(taken) is (memory < need.in_files)
+        assert bool(taken) is (memory < need.blocks.in_files)
     assert len({*made.values()}) == 1
 
 
@@ -133,9 +133,9 @@ def test_plan_and_refusal_name_what_is_largest_with_one_expert(tmp_path: Path, m
     monkeypatch.setattr("bridge.calibration.walk.budget.EXPERT", 2)
     source, scheme, _ = opened(tmp_path, "fp8")
     need, part = need_of(source, scheme), "model.layers.0 with one expert of 5 at a time"
-    assert need.part == part
+    assert need.experts.largest == part
     weighted = need_of(source, load_scheme("q4_k_imatrix"))  # collected from whole layers
-    assert weighted.by_expert == weighted.blocks and "expert by expert" not in weighted.line()
+    assert weighted.experts == weighted.blocks and "expert by expert" not in weighted.line()
     assert f"expert by expert (the largest is {part}, " in need.line()
     for way in ("load_model", "load_skeleton", "read", "read_rows"):
         monkeypatch.setattr(type(source), way, lambda *_: pytest.fail("a weight was read"))

@@ -84,7 +84,7 @@ def test_experts_that_run_one_by_one_compute_with_no_activation_that_is_away(
     structure = structure_of(source)
     scheme = load_scheme("fp8").bound(structure.sites)
     data = prepare(batches(), source)
-    room = Room(calibration_need(source.specs, source.config, scheme).largest_bytes - 1, 0)
+    room = Room(calibration_need(source.specs, source.config, scheme).blocks.nbytes - 1, 0)
 
     def found() -> Calibration:
         return calibrate_by_blocks(CalibrationJob(source, structure, scheme, data), Options(room=room))

@@ -142,9 +142,9 @@ def test_a_full_disk_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_little_memory_puts_the_rest_of_the_activations_on_disk() -> None:
-    assert NEED.states == 2 * 8192 * 2 * (512 * 512 + 2 * 4096) and NEED.least < NEED.blocks
-    assert NEED.share(NEED.blocks) == NEED.states and NEED.share(NEED.least) == 0
-    half = (NEED.least + NEED.blocks) // 2
+    assert NEED.states == 2 * 8192 * 2 * (512 * 512 + 2 * 4096) and NEED.least < NEED.blocks.held
+    assert NEED.share(NEED.blocks.held) == NEED.states and NEED.share(NEED.least) == 0
+    half = (NEED.least + NEED.blocks.held) // 2
     assert 0.3 < NEED.share(half) / NEED.states < 0.5
     assert by_blocks(NEED, NEED.least, 1 << 50)
     with pytest.raises(UsageError, match=r"embed_tokens.weight has"):
@@ -201,13 +201,13 @@ def test_a_disk_without_room_for_codes_or_finished_blocks_is_refused_before_a_we
     scheme = load_scheme(quant)
     data = prepare(batches(), source)
     way = choose_strategy(CalibrationJob(source, structure_of(source), scheme, data, free=1 << 40))
-    assert way.need.blocks < way.need.whole
+    assert way.need.blocks.held < way.need.whole
     for name in ("load_model", "load_skeleton", "read", "read_rows"):
         monkeypatch.setattr(type(source), name, lambda *_: pytest.fail("a weight was read"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000, 0, 1000))
     with pytest.raises(UsageError, match=rf"has 1 kB free, and .* of {what}.* there; give memory="):
         bridge.calibrate(
-            tmp_path, quant, batches(), memory=way.need.blocks, partial=tmp_path / partial if partial else None
+            tmp_path, quant, batches(), memory=way.need.blocks.held, partial=tmp_path / partial if partial else None
         )
 
 
