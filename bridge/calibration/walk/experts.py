@@ -11,26 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from bridge.calibration.quantizers import QuantizerBinding, calibrator
 from bridge.calibration.walk.blocks import Block
 from bridge.calibration.walk.budget import Room
-from bridge.calibration.walk.forwards import Forward, pausing
+from bridge.calibration.walk.forwards import Batch, Forward, pausing
 from bridge.calibration.walk.routing import alone, routed, why_not
 from bridge.calibration.walk.skeleton import Skeleton
 from bridge.calibration.walk.weights import Weights
 from bridge.core.errors import UsageError
 from bridge.core.text import size
 from bridge.core.values import MSE
-
-
-class Waiting(Protocol):
-    """A batch whose forward waits at the layer."""
-
-    forward: Forward
 
 
 @dataclass(frozen=True)
@@ -67,8 +61,8 @@ class ByExpert:
         for experts in self._experts(module).values():
             experts.__dict__["iter_weights_for_calibration"] = lambda: iter(())
 
-    def begin(self, waiting: Iterable[Waiting], module: Any) -> None:
-        """Run the layer for each batch up to its experts; the next `run` goes on with these, too."""
+    def begin(self, waiting: Iterable[Batch], module: Any) -> None:
+        """Run the layer for each batch that waits at it up to its experts; the next `run` goes on with these, too."""
         experts = self._experts(module)
         for block, stacked in experts.items():
             stacked.__dict__["forward"] = pausing(block)
@@ -76,7 +70,7 @@ class ByExpert:
             self._begun.append(_Run(batch, module, experts))
             self._begun[-1].forward.resume()
 
-    def run(self, waiting: Iterable[Waiting], module: Any) -> Iterator[tuple[Any, Any]]:
+    def run(self, waiting: Iterable[Batch], module: Any) -> Iterator[tuple[Batch, Any]]:
         """Run the layer for each batch, with one reading of its experts; yield batches with its outputs."""
         try:
             self.begin(waiting, module)
@@ -117,7 +111,8 @@ class ByExpert:
                 for module in modules:
                     places.enter_context(alone(module, expert, stack.count, read))
                 for call in calls:
-                    call.take(expert)
+                    if call.takes(expert):
+                        call.take(expert)
                 for module in collecting:
                     for weight, quantizer in type(module).iter_weights_for_calibration(module):
                         quantizer(weight)
@@ -139,7 +134,7 @@ class ByExpert:
 class _Run:
     """One forward of the layer. `module`: the layer that runs; `experts`: the modules in it that pause."""
 
-    def __init__(self, batch: Any, module: Any, experts: Mapping[Block, Any]) -> None:
+    def __init__(self, batch: Batch, module: Any, experts: Mapping[Block, Any]) -> None:
         self.batch, self.module, self.experts = batch, module, experts
         given = batch.forward
         self.forward = Forward(partial(_without_gradients, module, given.args, given.kwargs))

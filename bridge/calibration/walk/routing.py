@@ -8,10 +8,11 @@ A module that holds one expert, and is given the tokens of that expert, multipli
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import ModuleList, Parameter
@@ -21,30 +22,32 @@ from bridge.calibration.walk.skeleton import emptied
 from bridge.core.errors import CalibrationError
 
 
-class Routed(Protocol):
+class Routed(ABC):
     """A call of a module of experts; `take` adds what one expert, which the module holds alone, makes of its tokens."""
-
-    def takes(self, expert: int) -> bool: ...
-
-    def take(self, expert: int) -> None: ...
-
-    def output(self) -> torch.Tensor: ...
-
-
-class _Eager:
-    """As the loop of the class adds up: expert after expert, in the dtype of the hidden states."""
 
     def __init__(self, module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> None:
         self._module, self._hidden, self._chosen, self._weights = module, hidden, chosen, weights
         self._hit = set(chosen.reshape(-1).tolist())
-        self._total = torch.zeros_like(hidden)
 
     def takes(self, expert: int) -> bool:
+        """Whether the expert has tokens; others add nothing."""
         return expert in self._hit
 
+    @abstractmethod
+    def take(self, expert: int) -> None: ...
+
+    @abstractmethod
+    def output(self) -> torch.Tensor: ...
+
+
+class _Eager(Routed):
+    """As the loop of the class adds up: expert after expert, in the dtype of the hidden states."""
+
+    def __init__(self, module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> None:
+        super().__init__(module, hidden, chosen, weights)
+        self._total = torch.zeros_like(hidden)
+
     def take(self, expert: int) -> None:
-        if not self.takes(expert):
-            return
         place, token = torch.where(torch.eq(self._chosen.T, expert))  # in the order of the class's own loop
         made = _forward(self._module, self._hidden[token], self._weights[token, place, None])
         self._total.index_add_(0, token, made)
@@ -53,23 +56,17 @@ class _Eager:
         return self._total
 
 
-class _Grouped:
+class _Grouped(Routed):
     """As transformers' `grouped_mm` adds up: all experts of a token at once, in the dtype of the products."""
 
     def __init__(self, module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> None:
-        self._module, self._hidden, self._weights, self._shape = module, hidden, weights.reshape(-1), chosen.shape
+        super().__init__(module, hidden, chosen, weights.reshape(-1))
         self._experts, self._order = torch.sort(chosen.reshape(-1))
-        self._hit = set(self._experts.tolist())
         self._rows: torch.Tensor | None = None
 
-    def takes(self, expert: int) -> bool:
-        return expert in self._hit
-
     def take(self, expert: int) -> None:
-        if not self.takes(expert):
-            return
         rows = self._order[self._experts == expert]
-        hidden = self._hidden[rows // self._shape[1]]
+        hidden = self._hidden[rows // self._chosen.shape[1]]
         made = _forward(self._module, hidden, hidden.new_ones(len(rows), 1)) * self._weights[rows].unsqueeze(-1)
         if self._rows is None:
             self._rows = made.new_empty(self._order.numel(), made.shape[-1])
@@ -78,13 +75,10 @@ class _Grouped:
     def output(self) -> torch.Tensor:
         if self._rows is None:
             return torch.zeros_like(self._hidden)
-        return self._rows.view(*self._shape, -1).sum(dim=1).to(self._hidden.dtype)
+        return self._rows.view(*self._chosen.shape, -1).sum(dim=1).to(self._hidden.dtype)
 
 
-_WAYS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], Routed]] = {
-    "eager": _Eager,
-    "grouped_mm": _Grouped,
-}
+_WAYS: dict[str, type[Routed]] = {"eager": _Eager, "grouped_mm": _Grouped}
 
 
 def routed(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed:
@@ -171,7 +165,8 @@ def _same(module: Any, shapes: Mapping[str, torch.Size], way: str, dtype: torch.
         call = _WAYS[way](small, hidden, chosen, weights)
         for expert in range(5):
             with alone(small, expert, 5, {key: tensor[expert : expert + 1] for key, tensor in tensors.items()}):
-                call.take(expert)
+                if call.takes(expert):
+                    call.take(expert)
         if not torch.equal(call.output(), whole):
             return False
     return True
