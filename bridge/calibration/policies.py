@@ -73,9 +73,7 @@ def settle(
         chosen = float(peer or 0.0) if policy == "peers" else bounds[module]
         settled[module] = np.asarray(chosen, np.float32)
         applied.append(Applied(module, what, case, policy, chosen))
-    if refused:
-        lines = [f"{case}: {', '.join(fold_layers(modules))}: {HINTS[case]}" for case, modules in refused.items()]
-        raise CalibrationError("\n  ".join([f"{what} cannot be used", *lines]))
+    _check_refused(what, refused)
     return settled, applied
 
 
@@ -108,10 +106,15 @@ def settle_importance(
             settled[module] = mean
         elif needed is None or module in needed:
             refused.setdefault(case, []).append(module)
+    _check_refused(f"{IMPORTANCE} matrix", refused)
+    return settled, tuple(applied)
+
+
+def _check_refused(what: str, refused: Mapping[str, list[str]]) -> None:
+    """CalibrationError if the policies allow none for some modules, by case."""
     if refused:
         lines = [f"{case}: {', '.join(fold_layers(modules))}: {HINTS[case]}" for case, modules in refused.items()]
-        raise CalibrationError("\n  ".join([f"{IMPORTANCE} matrix cannot be used", *lines]))
-    return settled, tuple(applied)
+        raise CalibrationError("\n  ".join([f"{what} cannot be used", *lines]))
 
 
 def _case(value: float | None) -> str:

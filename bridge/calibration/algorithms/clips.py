@@ -7,6 +7,7 @@ holds where readers of one input get the mean of their pre-scales, after which M
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from bridge.calibration.quantizers import QuantizerBinding
@@ -40,15 +41,10 @@ def contiguous(loop: Callable[[Any], None], modules: Iterable[str]) -> Callable[
     """Return a loop whose inputs of `modules` are contiguous: ModelOpt's search of clips takes no others (Mamba's)."""
 
     def run(root: Any) -> None:
-        handles = [
-            root.get_submodule(name).register_forward_pre_hook(lambda _, args: (args[0].contiguous(), *args[1:]))
-            for name in modules
-        ]
-        try:
+        with ExitStack() as hooks:
+            for module in map(root.get_submodule, modules):
+                hooks.enter_context(module.register_forward_pre_hook(lambda _, args: (args[0].contiguous(), *args[1:])))
             loop(root)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     return run
 

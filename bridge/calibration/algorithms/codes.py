@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,23 +38,11 @@ def collect_codes(root: Any, bindings: Iterable[QuantizerBinding], origins: Mapp
     for weight, own in by_site.items():
         site, form, names = own[0].site, own[0].format, [binding.module for binding in own]
         turned, origin = site.layout == "in_out", origins[weight]
-
-        def stored(
-            of: Callable[[Any, Format], np.ndarray],
-            origin: Origin = origin,
-            names: Sequence[str] = names,
-            form: Format = form,
-            turned: bool = turned,
-        ) -> np.ndarray:
-            """Values of live matrices (out, in), as the checkpoint has them."""
-            live = [of(root.get_submodule(_module_of(part, names)), form) for part in origin.parts]
-            parts = [part.of(one.T if turned else one) for part, one in zip(origin.parts, live, strict=True)]
-            return parts[0] if len(parts) == 1 else np.concatenate(parts, origin.axis)
-
+        modules = [root.get_submodule(_module_of(part, names)) for part in origin.parts]
         if form.compensated:
-            found[CODES][site.module] = _packed(stored(_codes_of))
+            found[CODES][site.module] = _packed(_stored([_codes_of(one, form) for one in modules], origin, turned))
         if form.rescaled:
-            scales = stored(_scales_of)
+            scales = _stored([_scales_of(one, form) for one in modules], origin, turned)
             found[SCALES][site.module] = np.ascontiguousarray(
                 (scales.T if turned else scales)[:, :: form.weight[0].block[0]]
             )
@@ -67,6 +55,12 @@ def _module_of(part: LiveSlice, modules: Sequence[str]) -> str:
     """The live module that has a part of a weight: a tied head is its own module."""
     live = part.live.rpartition(".")[0]
     return live if live in modules else modules[0]
+
+
+def _stored(live: Sequence[np.ndarray], origin: Origin, turned: bool) -> np.ndarray:
+    """Values of live matrices (out, in), as the checkpoint has them."""
+    parts = [part.of(one.T if turned else one) for part, one in zip(origin.parts, live, strict=True)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, origin.axis)
 
 
 def _codes_of(module: Any, form: Format) -> np.ndarray:

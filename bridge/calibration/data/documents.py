@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.addresses import check_length
-from bridge.core.errors import CalibrationError, UsageError
+from bridge.core.errors import CalibrationError, UsageError, first_line
 from bridge.core.parsing.limited import parse_json
 
 CHARACTERS = 4 << 20  # of a text file; rows are spread over these, so that a corpus is not read whole
@@ -97,9 +97,8 @@ def _dataset(name: str, load_tokenizer: Callable[[], Any], samples: int, field: 
     try:
         rows = load_dataset(repo, config or None, split=f"train[:{samples * 64}]")
     except Exception as cause:  # hub, cache and parsing errors have no common base
-        lines = str(cause).strip().splitlines() or [type(cause).__name__]
         raise CalibrationError(
-            f"{name}: not a file, and loading it as a dataset failed: {lines[0][:300]}; without network give a "
+            f"{name}: not a file, and loading it as a dataset failed: {first_line(cause)}; without network give a "
             'text file, or fetch the dataset into the cache first ("org/name" or "org/name:configuration")'
         ) from cause
     return [_text(row, f"{name}[{n}]", load_tokenizer, field) for n, row in enumerate(rows)]

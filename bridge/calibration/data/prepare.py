@@ -31,7 +31,7 @@ def prepare(data: Any, source: Source, sampling: Sampling = DEFAULT) -> Data:
     >>> prepare("corpus.txt", open_source("examples/models/tiny-llama")).samples  # doctest: +SKIP
     32
     """
-    if is_diffusion(source.config) and (data is None or isinstance(data, str | Path) or _are_texts(data)):
+    if is_diffusion(source.config) and (data is None or isinstance(data, str | Path) or (data and are_texts(data))):
         return _prompted(data, source, sampling)
     if sampling.samples == AUTO:
         return _automatic(data, source, sampling)
@@ -61,14 +61,14 @@ def prepare(data: Any, source: Source, sampling: Sampling = DEFAULT) -> Data:
     return _given(items, source, sampling)
 
 
-def _are_texts(data: Any) -> bool:
-    return isinstance(data, list | tuple) and bool(data) and all(isinstance(item, str) for item in data)
+def are_texts(data: Any) -> bool:
+    """Whether data are a list of texts, which may be empty."""
+    return isinstance(data, list | tuple) and all(isinstance(item, str) for item in data)
 
 
 def _automatic(data: Any, source: Source, sampling: Sampling) -> Data:
     """Return the most rows that may be chosen, which are cut again when the number is known."""
-    texts = isinstance(data, list | tuple) and all(isinstance(item, str) for item in data)
-    if not (data is None or isinstance(data, str | Path) or texts):
+    if not (data is None or isinstance(data, str | Path) or are_texts(data)):
         kind = type(data).__name__
         raise UsageError(
             f'samples="auto" chooses how many rows are cut from text; this {kind} is used as it is: leave out samples='

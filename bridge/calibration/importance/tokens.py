@@ -10,6 +10,7 @@ import numpy as np
 
 from bridge.calibration.data import Sampling, prepare
 from bridge.calibration.data.documents import documents
+from bridge.calibration.data.prepare import are_texts
 from bridge.core.errors import CalibrationError
 from bridge.sources.pruned.vocabulary import Vocabulary
 from bridge.sources.source import Source
@@ -25,7 +26,7 @@ def token_counts(source: Source, vocabulary: Vocabulary, data: Any, sampling: Sa
         raise CalibrationError(
             "vocab keeps the tokens that your data use, and none are given: give text like yours, data= (--data FILE)"
         )
-    texts = data if isinstance(data, list | tuple) and all(isinstance(item, str) for item in data) else None
+    texts = data if are_texts(data) else None
     if isinstance(data, str | Path):
         texts = documents(data, source.load_tokenizer, sampling.rows, sampling.field)
     if texts is None:

@@ -6,7 +6,7 @@ A block is a part of the model that is read, run and dropped as a whole.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 LEAF = 1 << 20  # bytes of a module outside the layers (an embedding, a head) that are worth a block of their own
@@ -31,14 +31,11 @@ def find_blocks(model: Any, quantized: Collection[str]) -> list[Block]:
     A block is an element of an outermost ModuleList, or another module that is quantized or large. What is left is
     small (norms, tables of positions) and stays in memory.
     """
-    seen: set[int] = set()
-    names = []
+    names: dict[int, str] = {}  # a module with two names is one block
     for name, module in _found(model, "", quantized):
-        if id(module) not in seen:  # a module with two names is one block
-            seen.add(id(module))
-            names.append(name)
-    ordered = [Block(name, order) for order, name in enumerate(names)]
-    return [Block(b.name, b.order, any(b.holds(module) for module in quantized)) for b in ordered]
+        names.setdefault(id(module), name)
+    ordered = [Block(name, order) for order, name in enumerate(names.values())]
+    return [replace(block, quantized=any(map(block.holds, quantized))) for block in ordered]
 
 
 def _found(module: Any, name: str, quantized: Collection[str]) -> Iterator[tuple[str, Any]]:

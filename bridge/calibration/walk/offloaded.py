@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from bridge.calibration.walk.budget import STAYS
 from bridge.tracker.tensors import tensors_in
@@ -84,11 +85,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def to_device(value: Any, device: torch.device | str) -> Any:
     """Return a value with its tensors on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if type(value) in (tuple, list):
-        return type(value)(to_device(item, device) for item in value)
-    return value
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
 def storages(modules: Iterable[tuple[str, Any]], inputs: Iterable[Mapping[str, Any]]) -> set[int]:

@@ -174,6 +174,7 @@ class Workers:
     def exchange(self, tensors: Tensors) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the tensors of each process, by rank, on the CPU; a meeting. All of them must be taken."""
         import torch
+        from torch import distributed
 
         heads = self.agree([(name, str(t.dtype), tuple(t.shape)) for name, t in tensors.items()])
         for rank, head in enumerate(heads):
@@ -183,7 +184,8 @@ class Workers:
             if rank == self.rank and data.numel():
                 torch.cat([_bytes(tensor) for tensor in tensors.values()], out=data)
             if data.numel():
-                self._broadcast(data, rank)
+                with self._reached():
+                    distributed.broadcast(data, src=rank, group=self._groups[-1])
             parts = zip(layout, torch.split(data, sizes), strict=True)
             yield {name: part.clone().view(dtype).reshape(shape) for (name, dtype, shape), part in parts}
 
@@ -245,12 +247,6 @@ class Workers:
         with self._reached():
             distributed.all_gather(gathered, tensor, group=self._groups[-1])
         return gathered
-
-    def _broadcast(self, tensor: torch.Tensor, rank: int) -> None:
-        from torch import distributed
-
-        with self._reached():
-            distributed.broadcast(tensor, src=rank, group=self._groups[-1])
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
