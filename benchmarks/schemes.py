@@ -39,8 +39,8 @@ from bridge.api.sensitivity.divergence import kl
 from bridge.api.verbs import fake_quantize
 from bridge.calibration.data import SAMPLES, Sampling
 from bridge.calibration.data.documents import documents
-from bridge.calibration.modelopt import bindings_of
-from bridge.calibration.reference_outputs import perplexity, runner
+from bridge.calibration.modelopt import quantizers_of
+from bridge.calibration.reference_outputs import Answers, runner
 from bridge.calibration.requirements import BY_ALGORITHM
 from bridge.core.dtypes import to_float32
 from bridge.core.errors import BridgeError, BridgeWarning
@@ -100,11 +100,12 @@ class Bench:
             cosine = torch.cosine_similarity(ours, theirs).mean()
             error = ((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).mean()
             return Cost(cosine=float(cosine), error=float(error))
-        run, total, count = runner(model), 0.0, 0
-        for batch, plain in zip(self.batches, self._logits, strict=True):
-            rows = torch.arange(batch["input_ids"].numel())
-            total, count = total + kl(plain, run(batch), rows), count + len(rows)
-        return Cost(kl=total / count, perplexity=perplexity(run, self.batches, model))
+        run, answers, total, count = runner(model), Answers(self.batches, model), 0.0, 0
+        for at, (batch, plain) in enumerate(zip(self.batches, self._logits, strict=True)):
+            output, rows = run(batch), torch.arange(batch["input_ids"].numel())
+            answers.take(at, output)
+            total, count = total + kl(plain, output, rows), count + len(rows)
+        return Cost(kl=total / count, perplexity=answers.perplexity)
 
     def _embedded(self, model: Any) -> torch.Tensor:
         tokenizer, run, parts = self.source.load_tokenizer(), runner(model), []
@@ -166,7 +167,8 @@ def read_back(bench: Bench, scheme: Scheme, path: Path) -> Any:
     steps = {module: step for step in plan.quantized for module in step.modules}
     output = OutputReader(plan, path)
     origins = live_names(model, bench.source.specs)
-    for binding in bindings_of(bench.structure, scheme.bound(bench.structure.sites), origins, tied_names(model))[0]:
+    bound = scheme.bound(bench.structure.sites)
+    for binding in quantizers_of(bench.structure, bound, origins, tied_names(model)).bindings:
         if binding.format.input and binding.site.module in steps:
             quantize = _input_quantizer(binding.format.input, steps[binding.site.module], output)
             model.get_submodule(binding.module).register_forward_pre_hook(

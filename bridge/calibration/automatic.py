@@ -6,7 +6,7 @@ Rows are doubled until the model has seen enough. So `samples="auto"` that chose
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,6 +45,7 @@ def choose_samples(job: CalibrationJob, by_blocks: bool = False, spill: Spill | 
     source, sites, scheme, data = job.source, job.structure.sites, job.scheme, job.data
     if data.cut is None:
         return data
+    from bridge.calibration.walk.run import watch_by_blocks
     from bridge.sources.live_models.checkpoint_names import live_names, tied_names
 
     formats = {site.module: scheme.format_of(site) for site in sites}
@@ -58,21 +59,15 @@ def choose_samples(job: CalibrationJob, by_blocks: bool = False, spill: Spill | 
     model = source.load_skeleton() if by_blocks else source.load_model()
     bindings = bind(used, formats, live_names(model, source.specs), tied_names(model))
     first = {one.module for one in bindings if one.site.layer in layers and one.site.module in smoothed}
-    if by_blocks:
-        from bridge.calibration.walk.run import watch_by_blocks
+    copied = None if by_blocks else copy_modules(model, device=job.device)
 
-        def watch(data: Data) -> _Watch:
-            seen = _Watch(bindings, first, experts)
+    def watch(data: Data) -> _Watch:
+        seen = _Watch(bindings, first, experts, stop=not (by_blocks or experts))
+        if by_blocks:
             watch_by_blocks(replace(job, data=replace(data, held_out=())), seen, spill)
-            return seen
-    else:
-        copied = copy_modules(model)
-        copied = copied if job.device is None else copied.to(job.device)
-
-        def watch(data: Data) -> _Watch:
-            seen = _Watch(bindings, first, experts, stop=not experts)
-            seen.over(partial(_run, data, model, seen))(copied)
-            return seen
+        else:
+            seen.run(partial(_run, data, model, seen), copied)
+        return seen
 
     least = default_samples(scheme)
     return _doubled(data.cut, watch, least // 2 if first else least, job.progress)
@@ -147,20 +142,13 @@ class _Watch(Watch):
         """All modules are to be seen with the next batch."""
         self._left = set(self._first)
 
-    def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
-        """The loop, watched."""
-
-        def run(model: Any) -> None:
-            held = {name for name, _ in model.named_modules()} & self._first
-            hooked = ((model.get_submodule(name), partial(self._keep, name)) for name in sorted(held))
-            handles = [module.register_forward_pre_hook(hook) for module, hook in hooked]
-            try:
-                self.routing.first(loop)(model)
-            finally:
-                for handle in handles:
-                    handle.remove()
-
-        return run
+    def run(self, loop: Callable[[Any], None], model: Any) -> None:
+        """Run the loop, watched."""
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                if name in self._first:
+                    hooks.enter_context(module.register_forward_pre_hook(partial(self._keep, name)))
+            self.routing.first(loop)(model)
 
     def _keep(self, name: str, module: Any, inputs: tuple[Any, ...]) -> None:
         """Keep the maximum of each channel of a module's input."""

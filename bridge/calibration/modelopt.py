@@ -12,6 +12,7 @@ import copy
 import hashlib
 import importlib
 import io
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,9 +34,9 @@ from bridge.calibration.quantizers import (
     quant_cfg,
     registering,
 )
-from bridge.calibration.reference_outputs import Answers, Run, blaming, held_out_of, refusal, runner
+from bridge.calibration.reference_outputs import Answers, blaming, held_out_of, reads_held_out, runner
 from bridge.calibration.requirements import check_data, check_device
-from bridge.calibration.schedule import PASSES, Schedule, method_of, schedule_of
+from bridge.calibration.schedule import PASSES, Quantizers, method_of, schedule_of
 from bridge.calibration.statistics import (
     ExpertTokens,
     FakeModel,
@@ -88,22 +89,22 @@ def fake_quantize(job: CalibrationJob, least: float = 0.0) -> FakeQuantized:
     source, scheme, data = job.source, job.scheme, job.data
     check_device(scheme, job.device)
     check_data(scheme, data)
-    from bridge.sources.live_models.checkpoint_names import live_names
+    from bridge.sources.live_models.checkpoint_names import live_names, tied_names
 
     model = source.load_model()
     origins = live_names(model, source.specs)
-    fake = _calibrated(model, job, origins)
+    quantizers = quantizers_of(job.structure, scheme, origins, tied_names(model))
+    bindings = quantizers.bindings
+    copied = copy_modules(model, {w.module for w in bindings if w.format.changes_weights}, job.device)
+    loop = loop_over(data, model, job.progress, len(quantizers.schedule.streams))
+    fake = calibrate_root(copied, quantizers, loop)
     raised = raise_inputs(fake, least)
-    seen = collect(fake, scheme) | collect_codes(fake.model, fake.bindings, origins)
-    attention = fake.attention.values()
-    statistics, applied = settle_statistics(seen, fake.bindings, attention, scheme, source.specs, job.needed)
-    held = None
-    # Behind a forward_loop the held-out inputs are the embedded text, which not every model reads.
-    if data.held_out and not (data.forward_loop is not None and refusal(model, data.held_out[0])):
-        held = _held_out(model, fake, job)
+    seen = collect(fake) | collect_codes(fake.model, bindings, origins)
+    statistics, applied = settle_statistics(seen, quantizers, job)
+    held = _held_out(model, fake, job) if reads_held_out(model, data) else None
     provenance = with_weights_digest(provenance_of(job, model), source, job.structure, seen)
     calibration = Calibration(provenance=provenance, **statistics, applied=(*raised, *applied), held_out=held)
-    return FakeQuantized(fake.model, calibration, model, fake.bindings, tuple(fake.attention))
+    return FakeQuantized(fake.model, calibration, model, tuple(bindings), tuple(quantizers.attention))
 
 
 def provenance_of(job: CalibrationJob, model: Any, used: Sequence[str] = PACKAGES) -> Provenance:
@@ -131,38 +132,20 @@ def import_frameworks(with_modelopt: bool) -> None:
         import transformers  # noqa: F401
 
 
-def _calibrated(model: Any, job: CalibrationJob, origins: Mapping[str, Origin]) -> FakeModel:
-    """Quantize and calibrate a copy of `model` with ModelOpt."""
-    from bridge.sources.live_models.checkpoint_names import tied_names
-
-    bindings, attention = bindings_of(job.structure, job.scheme, origins, tied_names(model))
-    schedule = schedule_of(job.scheme, [binding.format for binding in bindings], bool(attention))
-    fake = copy_modules(model, {w.module for w in bindings if w.format.changes_weights})
-    if job.device is not None:
-        fake = fake.to(job.device)
-    loop = loop_over(job.data, model, job.progress, len(schedule.streams))
-    return calibrate_root(fake, job.scheme, schedule, bindings, attention, loop)
-
-
-def bindings_of(
+def quantizers_of(
     structure: Structure, scheme: Scheme, origins: Mapping[str, Origin], tied: Mapping[str, str]
-) -> tuple[list[QuantizerBinding], dict[str, str]]:
-    """Return the quantizers of all sites, and the attention modules whose cache is quantized, live -> checkpoint."""
-    formats = known_formats(structure.sites, scheme)
-    return bind(structure.sites, formats, origins, tied), _attention(structure, origins) if scheme.kv else {}
+) -> Quantizers:
+    """Return the quantizers of all sites, and of the attention modules whose cache is quantized."""
+    bindings = bind(structure.sites, known_formats(structure.sites, scheme), origins, tied)
+    attention = _attention(structure, origins) if scheme.kv else {}
+    schedule = schedule_of(scheme, [binding.format for binding in bindings], bool(attention))
+    return Quantizers(scheme, bindings, attention, schedule)
 
 
-def calibrate_root(
-    root: Any,
-    scheme: Scheme,
-    schedule: Schedule,
-    bindings: Sequence[QuantizerBinding],
-    attention: dict[str, str],
-    loop: Callable[[Any], None],
-) -> FakeModel:
+def calibrate_root(root: Any, quantizers: Quantizers, loop: Callable[[Any], None]) -> FakeModel:
     """Convert a model, or the part of one that `root` holds, and calibrate it; `loop` runs the data through it.
 
-    `bindings` and `attention`: the quantizers that lie in `root`. Its weights change where `Format.changes_weights`.
+    `quantizers`: those that lie in `root`. Its weights change where `Format.changes_weights`.
     """
     mtq = modelopt()
     import torch
@@ -170,6 +153,7 @@ def calibrate_root(
 
     from bridge.calibration.algorithms.fp4 import in_place_of_kernels
 
+    scheme, bindings = quantizers.scheme, quantizers.bindings
     routing = ExpertTokens(bindings)
     before = {
         w.module: weight_amax(root.get_submodule(w.module), w.site.layout)
@@ -177,11 +161,11 @@ def calibrate_root(
         if w.format.algorithm == "smoothquant"
     }
     with quiet(), torch.no_grad(), in_place_of_kernels(gemm):
-        _run(mtq, root, scheme, schedule, bindings, attention, routing.first(loop))
-        check_hooked(root, bindings, attention)
+        _run(mtq, root, quantizers, routing.first(loop))
+        check_hooked(root, bindings, quantizers.attention)
         scales = smoothquant_scales(root, before, dict(scheme.options).get("alpha", 1.0))
         clips = take_clips(root, bindings)
-    return FakeModel(root, tuple(bindings), attention, scales, routing.tokens, clips)
+    return FakeModel(root, quantizers, scales, routing.tokens, clips)
 
 
 def register_modules(model: Any, cache: bool) -> None:
@@ -222,8 +206,11 @@ def modelopt() -> Any:
     return mtq
 
 
-def copy_modules(model: Any, changed: Collection[str] = ()) -> Any:
-    """Copy the module tree but share its memory; modules in `changed` get weights of their own, untied."""
+def copy_modules(model: Any, changed: Collection[str] = (), device: str | None = None) -> Any:
+    """Copy the module tree but share its memory; modules in `changed` get weights of their own, untied.
+
+    `device`: where the copy goes, which has its own memory there; None leaves it with the model.
+    """
     import torch
 
     memo: dict[int, Any] = {}
@@ -233,22 +220,16 @@ def copy_modules(model: Any, changed: Collection[str] = ()) -> Any:
         memo[id(buffer)] = buffer.detach().clone()
     fake = copy.deepcopy(model, memo).eval()
     own_weights(fake, changed)
-    return fake
+    return fake if device is None else fake.to(device)
 
 
-def _run(
-    mtq: Any,
-    root: Any,
-    scheme: Scheme,
-    schedule: Schedule,
-    bindings: Sequence[QuantizerBinding],
-    live: Mapping[str, str],
-    loop: Callable[[Any], None],
-) -> None:
+def _run(mtq: Any, root: Any, quantizers: Quantizers, loop: Callable[[Any], None]) -> None:
     """Convert the modules and calibrate them once per algorithm.
 
     An algorithm that runs the data elsewhere in the model runs them here, too: the next block needs the activations.
     """
+    scheme, schedule, bindings = quantizers.scheme, quantizers.schedule, quantizers.bindings
+    live = list(quantizers.attention)
     names = [name for name, _ in root.named_modules()]
     enabled: list[str] = []
     searched: list[tuple[Any, str, Any]] = []
@@ -258,8 +239,8 @@ def _run(
     for algorithm in schedule.algorithms:
         part = [w for w in bindings if calibrator(w.format) == algorithm]
         kv = scheme.kv if live and algorithm == schedule.cache else None
-        config = quant_cfg(part, list(live) if kv else [], kv, names)
-        static = any(is_calibrated(w.format) for w in part) or bool(kv and is_measured(kv))
+        config = quant_cfg(part, live if kv else [], kv, names)
+        static = any(is_calibrated(w.format) for w in part) or is_measured(kv)
         widest = max((root.get_submodule(w.module).weight.shape[1] for w in part if w.format.clipped), default=0)
         forward, method = loop if static else None, method_of(algorithm, scheme, widest)
         if algorithm == "smoothquant" and dict(scheme.options).get("alpha", 1.0) < 1:
@@ -343,21 +324,16 @@ def _attention(structure: Structure, origins: Mapping[str, Origin]) -> dict[str,
 def _held_out(model: Any, fake: FakeModel, job: CalibrationJob) -> HeldOut:
     """Run both models on the held-out inputs; ModelOpt's only if its kernels run here."""
     batches, simulated = job.data.held_out, simulates(job.scheme)
-    source, quantized = Answers(batches, model), None
-    done, total = 0, len(source.batches) * (2 if simulated else 1)
+    source, quantized, steps = Answers(batches, model), None, itertools.count(1)
+    total = len(source.batches) * (2 if simulated else 1)
 
-    def answer(answers: Answers, run: Run) -> None:
-        nonlocal done
-        for at, batch in enumerate(answers.batches):
-            answers.take(at, run(batch))
-            done += 1
-            job.progress(done, total, "run the held-out inputs")
+    def done() -> None:
+        job.progress(next(steps), total, "run the held-out inputs")
 
-    answer(source, runner(model))
+    source.take_all(runner(model), done)
     if simulated:
-        quantized = Answers(batches, model, source.sampled)
         with quiet():
-            answer(quantized, runner(fake.model))
+            quantized = Answers(batches, model, source.sampled).take_all(runner(fake.model), done)
     return held_out_of(batches, source, quantized)
 
 

@@ -36,15 +36,14 @@ def answer(source: Source, data: Data) -> HeldOut:
 def answer_of(model: Any, data: Data) -> HeldOut:
     """The same of a model that is loaded; `data` has held-out inputs."""
     run = runner(model)
-    try:
-        first = run(data.held_out[0])
-    except Exception as error:
-        why = refused(model, data.held_out[0], error)
-        raise CalibrationError(f"{why}; give batches with the inputs it needs") from error
-    rows, columns = sample(first, data.held_out[0])
-    loss = perplexity(run, data.held_out, model)
-    empty = np.empty((rows.size, 0), np.float32)
-    return HeldOut(as_arrays(data.held_out), rows, columns, pick(first, rows, columns), empty, loss, None)
+
+    def step(batch: Mapping[str, Any]) -> Any:
+        try:
+            return run(batch)
+        except Exception as error:
+            raise CalibrationError(f"{refused(model, batch, error)}; give batches with the inputs it needs") from error
+
+    return held_out_of(data.held_out, Answers(data.held_out, model).take_all(step), None)
 
 
 def answer_again(source: Source, held: HeldOut) -> HeldOut:
@@ -53,9 +52,8 @@ def answer_again(source: Source, held: HeldOut) -> HeldOut:
 
     batches = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in held.inputs]
     model = source.load_model()
-    run = runner(model)
-    answers = pick(run(batches[0]), held.rows, held.columns)
-    return replace(held, source=answers, source_perplexity=perplexity(run, batches, model))
+    answers = Answers(batches, model, (held.rows, held.columns)).take_all(runner(model))
+    return replace(held, source=answers.values, source_perplexity=answers.perplexity)
 
 
 def _takes_cache(model: Any) -> bool:
@@ -123,13 +121,18 @@ def _first(output: Any) -> Any:
     return output if hasattr(output, "detach") else output[0]
 
 
-def refusal(model: Any, batch: Mapping[str, Any]) -> str:
-    """Say why a model cannot run on a batch, "" if it can: not every model with a vocabulary takes text alone."""
+def reads_held_out(model: Any, data: Data) -> bool:
+    """Whether there are held-out inputs that a model reads.
+
+    Behind a forward_loop they are the embedded text, which not every model with a vocabulary takes alone.
+    """
+    if not data.held_out or data.forward_loop is None:
+        return bool(data.held_out)
     try:
-        runner(model)(batch)
-    except Exception as error:
-        return refused(model, batch, error)
-    return ""
+        runner(model)(data.held_out[0])
+    except Exception:
+        return False
+    return True
 
 
 def blaming(run: Run, plain: Any) -> Run:
@@ -239,14 +242,6 @@ def pick(output: Any, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(picked.float().numpy())
 
 
-def perplexity(run: Run, batches: Sequence[Mapping[str, Any]], model: Any) -> float | None:
-    """Return exp of the mean next-token loss; None for a model that does not predict the next token."""
-    if not predicts_next_token(model):
-        return None
-    pairs = zip(batches, as_arrays(batches), strict=True)
-    return mean_perplexity(next_token_loss(run(batch), arrays) for batch, arrays in pairs)
-
-
 def predicts_next_token(model: Any) -> bool:
     """Whether the outputs of a model are logits of the next token."""
     kind = type(model).__name__
@@ -276,6 +271,13 @@ class Answers:
             self.values = pick(output, *self.sampled)
         if self._predicts:
             self.losses[at] = next_token_loss(output, as_arrays(self.batches[at : at + 1])[0])
+
+    def take_all(self, run: Run, done: Callable[[], object] = lambda: None) -> Answers:
+        """Run all batches and keep their outputs; `done` is called after each."""
+        for at, batch in enumerate(self.batches):
+            self.take(at, run(batch))
+            done()
+        return self
 
     @property
     def perplexity(self) -> float | None:

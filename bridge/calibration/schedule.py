@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge.calibration.algorithms.clips import rows_at_once
-from bridge.calibration.quantizers import calibrator
+from bridge.calibration.quantizers import QuantizerBinding, calibrator
 from bridge.core.values import Format
 from bridge.quant.schemes.grammar import ALGORITHMS
 from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_measured
@@ -52,7 +52,7 @@ def schedule_of(scheme: Scheme, formats: Collection[Format], cached: bool) -> Sc
     cache = (next(iter(used)) if len(used) == 1 else "max") if cached else ""
     algorithms = tuple(name for name in PASSES if name in used | {cache})
     forwards = {calibrator(form) for form in formats if is_calibrated(form)}
-    if cached and scheme.kv and is_measured(scheme.kv):
+    if cached and is_measured(scheme.kv):
         forwards.add(cache)
     streams: list[int] = []
     stream, changed = 0, False
@@ -70,19 +70,37 @@ def schedule_of(scheme: Scheme, formats: Collection[Format], cached: bool) -> Sc
     return Schedule(algorithms, cache, frozenset(forwards), tuple(streams))
 
 
+@dataclass(frozen=True)
+class Quantizers:
+    """The quantizers that a scheme puts into a model, or into a part of it.
+
+    `attention`: the modules whose cache is quantized, live -> checkpoint. `schedule`: that of the whole model.
+    """
+
+    scheme: Scheme
+    bindings: Sequence[QuantizerBinding]
+    attention: Mapping[str, str]
+    schedule: Schedule
+
+    def inside(self, holds: Callable[[str], bool]) -> Quantizers:
+        """Those of a part of the model; `holds`: whether a live module lies in it."""
+        bindings = [binding for binding in self.bindings if holds(binding.module)]
+        attention = {live: ours for live, ours in self.attention.items() if holds(live)}
+        return replace(self, bindings=bindings, attention=attention)
+
+
 def method_of(algorithm: str, scheme: Scheme, widest: int = 0) -> dict[str, Any]:
     """Return ModelOpt's arguments of an algorithm. `widest`: the largest `in` of the matrices that it clips."""
     options = dict(scheme.options)
-    if algorithm == "smoothquant":
-        return {"method": "smoothquant", "alpha": options.get("alpha", 1.0)}
     # debug keeps the float32 scale of the weight (the buffer is rounded to the model's dtype), and the losses of clips
     awq = {name: options.get(name, value) for name, value in ALGORITHMS.get(algorithm, {}).items()} | {"debug": True}
-    if algorithm == "awq":
-        return {"method": "awq_lite", **awq}
-    if algorithm in ("awq_clip", "awq_full"):
-        return {"method": algorithm, **awq, "max_co_batch_size": rows_at_once(widest)}
-    if algorithm == "local_hessian":
-        return {"method": "local_hessian", "fp8_scale_sweep": True}
-    if algorithm == "gptq":
-        return {"method": "gptq", "perc_damp": options.get("perc_damp", 0.01)}
-    return {"method": algorithm}
+    clipped = {**awq, "max_co_batch_size": rows_at_once(widest)}
+    arguments: dict[str, dict[str, Any]] = {
+        "smoothquant": {"alpha": options.get("alpha", 1.0)},
+        "awq": {"method": "awq_lite", **awq},
+        "awq_clip": clipped,
+        "awq_full": clipped,
+        "local_hessian": {"fp8_scale_sweep": True},
+        "gptq": {"perc_damp": options.get("perc_damp", 0.01)},
+    }
+    return {"method": algorithm} | arguments.get(algorithm, {})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -11,25 +12,26 @@ from typing import Any
 import numpy as np
 
 from bridge.calibration.algorithms.clips import settle_clip
+from bridge.calibration.job import CalibrationJob
 from bridge.calibration.policies import settle
 from bridge.calibration.quantizers import QuantizerBinding
+from bridge.calibration.schedule import Quantizers
 from bridge.core.values import Site, TensorSpec
 from bridge.quant.calibration import Applied
 from bridge.quant.codec.scales import SMALLEST
-from bridge.quant.schemes.scheme import Scheme, is_measured
+from bridge.quant.schemes.scheme import is_measured
 
 
 @dataclass(frozen=True)
 class FakeModel:
-    """ModelOpt's fake-quantized model and the quantizers of our sites. `scales` are the pre-scales by live module.
+    """ModelOpt's fake-quantized model and its quantizers. `scales` are the pre-scales by live module.
 
     `tokens`: the count of each expert, by the checkpoint name of a layer's experts. `clips`: of the blocks of a weight,
     by live module.
     """
 
     model: Any
-    bindings: tuple[QuantizerBinding, ...]
-    attention: dict[str, str]  # live -> checkpoint
+    quantizers: Quantizers
     scales: dict[str, Any]
     tokens: dict[str, np.ndarray] = field(default_factory=dict)
     clips: dict[str, np.ndarray] = field(default_factory=dict)
@@ -51,16 +53,12 @@ class ExpertTokens:
         """Return the loop with its first run through each layer counted; an algorithm may run it more than once."""
 
         def run(model: Any) -> None:
-            handles = [
-                module.register_forward_pre_hook(partial(self._count, self._names[name]), with_kwargs=True)
-                for name, module in model.named_modules()
-                if name in self._names and self._names[name] not in self.tokens
-            ]
-            try:
+            with ExitStack() as hooks:
+                for name, module in model.named_modules():
+                    if name in self._names and self._names[name] not in self.tokens:
+                        count = partial(self._count, self._names[name])
+                        hooks.enter_context(module.register_forward_pre_hook(count, with_kwargs=True))
                 loop(model)
-            finally:
-                for handle in handles:
-                    handle.remove()
 
         return run
 
@@ -77,7 +75,7 @@ class ExpertTokens:
 def raise_inputs(fake: FakeModel, least: float) -> list[Applied]:
     """Raise the amax of inputs to `least`, in ModelOpt's dtype, and return where it was smaller."""
     small = []
-    for binding in fake.bindings:
+    for binding in fake.quantizers.bindings:
         amax = None if binding.format.input is None else _amax(fake.model, binding.input_quantizer)
         if amax is not None and amax < least:
             small.append(binding)
@@ -93,19 +91,20 @@ KINDS = ("input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_
          "expert_tokens", *MATRICES)  # fmt: skip
 
 
-def collect(fake: FakeModel, scheme: Scheme) -> Statistics:
+def collect(fake: FakeModel) -> Statistics:
     """Return what the quantizers of a model, or of a part of it, saw; what no token reached is left out."""
     seen: Statistics = {kind: {} for kind in KINDS}
-    for binding in fake.bindings:
+    scheme = fake.quantizers.scheme
+    for binding in fake.quantizers.bindings:
         name, form = binding.site.module, binding.format
-        if form.input is not None and is_measured(form.input):
+        if is_measured(form.input):
             _keep_largest(seen["input_amax"], name, _amax(fake.model, binding.input_quantizer))
-        if form.prescales and (kept := _pre_scale(fake, binding, scheme)):
+        if form.prescales and (kept := _pre_scale(fake, binding)):
             seen[kept[0]][name] = kept[1]
         if form.clipped and (clip := fake.clips.get(binding.module)) is not None:
             seen["weight_clip"][name] = clip[slice(*(binding.rows or (None,)))]
-    for letter in "kv" if scheme.kv is not None and is_measured(scheme.kv) else "":
-        for live, ours in fake.attention.items():
+    for letter in "kv" if is_measured(scheme.kv) else "":
+        for live, ours in fake.quantizers.attention.items():
             _keep_largest(seen[f"{letter}_amax"], ours, _amax(fake.model, f"{live}.{letter}_bmm_quantizer"))
     seen["expert_tokens"] = dict(fake.tokens)
     return seen
@@ -128,16 +127,11 @@ def _keep_largest(values: dict[str, np.ndarray], name: str, value: float | None)
 
 
 def settle_statistics(
-    seen: Statistics,
-    bindings: Sequence[QuantizerBinding],
-    attention: Iterable[str],
-    scheme: Scheme,
-    specs: Mapping[str, TensorSpec],
-    needed: Collection[str] | None = None,
+    seen: Statistics, quantizers: Quantizers, job: CalibrationJob
 ) -> tuple[Statistics, list[Applied]]:
-    """Return usable amax and pre-scales, and the policies that were applied. `attention`: checkpoint names.
+    """Return usable amax and pre-scales, and the policies that were applied.
 
-    `needed`: the modules that will be quantized, None for all; an unusable input amax of others is left out.
+    An unusable input amax of modules that the job does not need is left out.
 
     Raises:
         CalibrationError: a policy forbids a statistic.
@@ -146,9 +140,10 @@ def settle_statistics(
     bounds: dict[str, float] = {}
     applied: list[Applied] = []
     arrays: Statistics = {kind: dict(seen[kind]) for kind in KINDS}
-    for binding in bindings:
+    scheme, specs = job.scheme, job.source.specs
+    for binding in quantizers.bindings:
         name, form = binding.site.module, binding.format
-        if form.input is not None and is_measured(form.input):
+        if is_measured(form.input):
             bounds[name] = form.input.maxbound
             raw[name] = _value(seen["input_amax"].get(name))
         if form.prescales and not any(name in seen[kind] for kind in ("smoothing_amax", "awq_scale", "pre_scale")):
@@ -157,11 +152,11 @@ def settle_statistics(
         if form.clipped:
             arrays["weight_clip"][name], used = settle_clip(name, seen, _blocks(specs, binding))
             applied += used
-    sites = [binding.site for binding in bindings]
-    arrays["input_amax"], used = settle(raw, "input amax", sites, bounds, scheme.policies, needed)
+    sites = [binding.site for binding in quantizers.bindings]
+    arrays["input_amax"], used = settle(raw, "input amax", sites, bounds, scheme.policies, job.needed)
     applied += used
-    for letter in "kv" if scheme.kv is not None and is_measured(scheme.kv) else "":
-        amax = {name: _value(seen[f"{letter}_amax"].get(name)) for name in attention}
+    for letter in "kv" if is_measured(scheme.kv) else "":
+        amax = {name: _value(seen[f"{letter}_amax"].get(name)) for name in quantizers.attention.values()}
         full = dict.fromkeys(amax, scheme.kv.maxbound if scheme.kv else 1.0)
         arrays[f"{letter}_amax"], used = settle(amax, f"{letter} amax", (), full, scheme.policies)
         applied += used
@@ -190,12 +185,12 @@ def _amax(model: Any, quantizer: str) -> float | None:
     return 0.0 if largest <= SMALLEST["bfloat16"] else largest  # `smoothable` sets zero inputs to the smallest
 
 
-def _pre_scale(fake: FakeModel, binding: QuantizerBinding, scheme: Scheme) -> tuple[str, np.ndarray] | None:
+def _pre_scale(fake: FakeModel, binding: QuantizerBinding) -> tuple[str, np.ndarray] | None:
     """Return the kind of a module's pre-scale and its values; None if no token arrived."""
     module = fake.model.get_submodule(binding.module)
     if binding.format.algorithm in ("awq", "awq_full"):
         scale, kind = getattr(getattr(module, "awq_lite", None), "best_scale", None), "awq_scale"
-    elif dict(scheme.options).get("alpha", 1.0) == 1.0:
+    elif dict(fake.quantizers.scheme.options).get("alpha", 1.0) == 1.0:
         scale, kind = getattr(module.input_quantizer, "_amax_for_smoothing", None), "smoothing_amax"
     else:
         scale, kind = fake.scales.get(binding.module), "pre_scale"

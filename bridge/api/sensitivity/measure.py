@@ -22,7 +22,8 @@ from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import FakeQuantized, copy_modules, fake_quantize, modelopt, quiet
 from bridge.calibration.quantizers import numeric_cfg
 from bridge.calibration.requirements import check_device
-from bridge.calibration.walk.block_errors import ALL, BlockErrors, measure_block_errors
+from bridge.calibration.walk.block_errors import ALL, BlockErrors
+from bridge.calibration.walk.run import measure_block_errors
 from bridge.calibration.walk.toggles import Toggles, turned_on
 from bridge.core.errors import CalibrationError
 from bridge.core.progress import Progress

@@ -5,27 +5,27 @@ The plain model runs, without ModelOpt. Like every statistic here it counts all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from bridge.calibration.data import Data
 from bridge.calibration.importance.watch import ExpertCalls
 from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import copy_modules, loop_over, provenance_of
 from bridge.calibration.policies import Measured, settle_importance
 from bridge.calibration.quantizers import QuantizerBinding, bind
-from bridge.calibration.reference_outputs import answer_of, held_out_of, refusal
+from bridge.calibration.reference_outputs import answer_of, held_out_of, reads_held_out
 from bridge.calibration.requirements import check_device
 from bridge.calibration.statistics import ExpertTokens
 from bridge.calibration.walk.options import Watch
 from bridge.calibration.walk.states import Spill
 from bridge.core.errors import CalibrationError
 from bridge.core.text import fold_layers
-from bridge.quant.calibration import Calibration, HeldOut
+from bridge.quant.calibration import Calibration
 
 ROWS = 1024  # of an input that are squared at once in float64
 
@@ -59,23 +59,16 @@ def measure_importance(
         model, answers = watch_by_blocks(replace(job, data=seen), watch, spill)
         held = held_out_of(data.held_out, answers, None) if seen.held_out else None
     else:
-        copied = copy_modules(model)
-        copied = copied if job.device is None else copied.to(job.device)
+        copied = copy_modules(model, device=job.device)
         watch.prepare(copied)
-        watch.over(loop_over(data, model, job.progress))(copied)
+        watch.run(loop_over(data, model, job.progress), copied)
     squares, applied = settle_importance(watch.measured(model), scheme.policies, job.needed)
     if added_to is not None:
         return replace(added_to, input_square=squares, applied=(*added_to.applied, *applied))
     provenance = provenance_of(job, model, ("qbridge", "torch", "transformers"))
-    held = held if by_blocks else _held_out(model, data)
+    if not by_blocks and reads_held_out(model, data):
+        held = answer_of(model, data)
     return Calibration(provenance, input_square=squares, expert_tokens=watch.tokens, applied=applied, held_out=held)
-
-
-def _held_out(model: Any, data: Data) -> HeldOut | None:
-    # Behind a forward_loop the held-out inputs are the embedded text, which not every model reads.
-    if not data.held_out or (data.forward_loop is not None and refusal(model, data.held_out[0])):
-        return None
-    return answer_of(model, data)
 
 
 class InputSquares(Watch):
@@ -88,7 +81,8 @@ class InputSquares(Watch):
 
     def __init__(self, bindings: Iterable[QuantizerBinding]) -> None:
         self._bindings = list(bindings)
-        super().__init__({one.module for one in self._bindings})
+        experts = any(one.expert is not None for one in self._bindings)
+        super().__init__({one.module for one in self._bindings}, experts)
         if stacked := [one.site.module for one in self._bindings if one.site.stacked]:
             raise CalibrationError(
                 f"{', '.join(fold_layers(stacked))}: an importance matrix needs each expert as a tensor of its own; "
@@ -101,35 +95,21 @@ class InputSquares(Watch):
         self._routing = ExpertTokens(self._bindings)
         self.tokens = self._routing.tokens
 
-    def prepare(self, model: Any) -> None:
-        """Let a model run expert by expert."""
-        if self._stacks and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")
-
-    def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
-        """The loop, watched; its model may be a part that holds some of the modules."""
-
-        def run(model: Any) -> None:
-            held = dict(model.named_modules())
-            experts: dict[int, tuple[str, str, int]] = {}  # address of an expert's weight -> its key
-            for module, name in self._stacks:
+    def run(self, loop: Callable[[Any], None], model: Any) -> None:
+        """Run the loop, watched; its model may be a part that holds some of the modules."""
+        held = dict(model.named_modules())
+        experts: dict[int, tuple[str, str, int]] = {}  # address of an expert's weight -> its key
+        for module, name in self._stacks:
+            if module in held:
+                weight = getattr(held[module], name)
+                size = weight.stride(0) * weight.element_size()
+                experts |= {weight.data_ptr() + at * size: (module, name, at) for at in range(len(weight))}
+        with ExitStack() as hooks, torch.no_grad(), ExpertCalls(experts, self._add, (torch.nn.functional.linear,)):
+            for module, name in self._plain:
                 if module in held:
-                    weight = getattr(held[module], name)
-                    size = weight.stride(0) * weight.element_size()
-                    experts |= {weight.data_ptr() + at * size: (module, name, at) for at in range(len(weight))}
-            handles = [
-                held[module].register_forward_pre_hook(lambda _, args, key=(module, name, -1): self._add(key, args[0]))
-                for module, name in self._plain
-                if module in held
-            ]
-            try:
-                with torch.no_grad(), ExpertCalls(experts, self._add, (torch.nn.functional.linear,)):
-                    self._routing.first(loop)(model)
-            finally:
-                for handle in handles:
-                    handle.remove()
-
-        return run
+                    register = held[module].register_forward_pre_hook
+                    hooks.enter_context(register(lambda _, args, key=(module, name, -1): self._add(key, args[0])))
+            self._routing.first(loop)(model)
 
     def _add(self, key: tuple[str, str, int], values: Any, output: Any = None) -> None:
         rows = values.detach().reshape(-1, values.shape[-1])
@@ -143,7 +123,8 @@ class InputSquares(Watch):
     def measured(self, model: Any) -> dict[str, Measured]:
         """What was seen, by checkpoint module; of a module that is several live matrices, all of them together."""
         seen = {(module, name) for module, name, _ in self._tokens}
-        if hidden := [one.site.module for one in self._bindings if self._hides(one, seen)]:
+        stacked = (one for one in self._bindings if one.expert is not None)
+        if hidden := [one.site.module for one in stacked if (one.module, one.parameter) not in seen]:
             raise CalibrationError(
                 f"{', '.join(fold_layers(dict.fromkeys(hidden)))}: this model computes its experts in a way that shows "
                 'no input of a single one; keep them with a recipe (quant = "none")'
@@ -157,6 +138,3 @@ class InputSquares(Watch):
             sums, tokens = self._sums.get(key, zero), self._tokens.get(key, 0)
             found[one.site.module] = replace(before, sums=before.sums + sums, tokens=before.tokens + tokens)
         return found
-
-    def _hides(self, one: QuantizerBinding, seen: Collection[tuple[str, str]]) -> bool:
-        return one.expert is not None and (one.module, one.parameter) not in seen

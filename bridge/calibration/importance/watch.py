@@ -6,6 +6,7 @@ Their inputs count times the router's weight, since that is what reaches the out
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -40,40 +41,32 @@ class ScoreWatch(Watch):
         gram: bool,
         settle: Settle,
     ) -> None:
-        super().__init__({r.module for r in readers} | {n.module for n in norms} | {*layers})
+        modules = {r.module for r in readers} | {n.module for n in norms} | {*layers}
+        super().__init__(modules, any(reader.expert is not None for reader in readers))
         self._readers, self._norms, self._layers = readers, norms, layers
         self._gram, self._settle = gram, settle
-        self._sums: dict[Reader, Channels] = {}
+        self._sums: defaultdict[Reader, Channels] = defaultdict(Channels)
         self._same: dict[Reader, Reader] = {}  # of those that read the same input: the first, which has their sums
         self._last: tuple[Any, Reader] | None = None  # the input that was seen last
         self._mask: Any = None  # of the batch that runs [batch, sequence]; None if it leaves nothing out
         self._pooled: dict[Reader, tuple[Any, int]] = {}  # of a call's stacked experts: sum of |x|, tokens
         self._weights: dict[str, Any] = {}  # experts' module -> its call's experts and router weights [tokens, top k]
-        self.norms: dict[str, Channels] = {}
+        self.norms: defaultdict[str, Channels] = defaultdict(Channels)
         self.influence: dict[int, float] = {}
         self.expert_norms: dict[tuple[int, int], tuple[float, int]] = {}  # layer, expert -> sum of norms, tokens
-
-    def prepare(self, model: Any) -> None:
-        """Let a model run expert by expert."""
-        if any(reader.expert is not None for reader in self._readers) and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")
 
     def begin(self, inputs: Mapping[str, Any]) -> None:
         """Take the mask of the batch that runs next."""
         mask = inputs.get("attention_mask")
         self._mask = None if mask is None or mask.ndim != 2 or mask.all() else mask.bool()
 
-    def over(self, loop: Callable[[Any], None]) -> Callable[[Any], None]:
-        """The loop, watched; its model may be a part that holds some of the modules."""
-
-        def run(model: Any) -> None:
-            held = dict(model.named_modules())
-            with torch.no_grad(), self._hooked(held):
-                loop(model)
-            self._last = None
-            self._settle_all(held)
-
-        return run
+    def run(self, loop: Callable[[Any], None], model: Any) -> None:
+        """Run the loop, watched; its model may be a part that holds some of the modules."""
+        held = dict(model.named_modules())
+        with torch.no_grad(), self._hooked(held):
+            loop(model)
+        self._last = None
+        self._settle_all(held)
 
     @contextmanager
     def _hooked(self, held: Mapping[str, Any]) -> Iterator[None]:
@@ -82,10 +75,8 @@ class ScoreWatch(Watch):
         with ExitStack() as stack:
 
             def hook(module: Any, made: Any, before: bool) -> None:
-                handle = (module.register_forward_pre_hook if before else module.register_forward_hook)(
-                    made, with_kwargs=True
-                )
-                stack.callback(handle.remove)
+                register = module.register_forward_pre_hook if before else module.register_forward_hook
+                stack.enter_context(register(made, with_kwargs=True))
 
             for reader in self._readers:
                 if reader.module not in held:
@@ -122,10 +113,7 @@ class ScoreWatch(Watch):
             self._same[reader] = self._last[1]
             return
         self._last = x, reader
-        self._channels(reader).add(x, self._gram or reader.dim == "heads", self._mask)  # a head is many channels
-
-    def _channels(self, reader: Reader) -> Channels:
-        return self._sums.setdefault(reader, Channels())
+        self._sums[reader].add(x, self._gram or reader.dim == "heads", self._mask)  # a head is many channels
 
     def _routed(self, name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the experts of each token and their weights while the experts run."""
@@ -147,7 +135,7 @@ class ScoreWatch(Watch):
             if self._mask is not None:
                 kept = self._mask.reshape(-1)[here.nonzero()[:, 1]]
                 x, out = x[kept], out[kept]
-        self._channels(reader).add(x, self._gram, pooled=reader.stacked)
+        self._sums[reader].add(x, self._gram, pooled=reader.stacked)
         if reader.stacked:
             first = replace(reader, expert=0)  # has the sum for all
             total, tokens = self._pooled.get(first, (0, 0))
@@ -160,11 +148,11 @@ class ScoreWatch(Watch):
     def _ran(self, module: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Add what the experts of a call had together."""
         for reader, (total, tokens) in self._pooled.items():
-            self._channels(reader).add_pooled(total, tokens)
+            self._sums[reader].add_pooled(total, tokens)
         self._pooled.clear()
 
     def _normed(self, name: str, module: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self.norms.setdefault(name, Channels()).add(out, False, self._mask)
+        self.norms[name].add(out, False, self._mask)
 
     def _passed(self, layer: int, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         x = args[0] if args else kwargs["hidden_states"]

@@ -8,21 +8,18 @@ its error is the KL divergence of the model's output, which nothing but the head
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from bridge.calibration.job import CalibrationJob
 from bridge.calibration.quantizers import QuantizerBinding
 from bridge.calibration.reference_outputs import CHUNK, kl, unpadded
-from bridge.calibration.statistics import FakeModel, settle_statistics
-from bridge.calibration.walk.options import Options
-from bridge.calibration.walk.run import Walk
-from bridge.calibration.walk.toggles import Toggles, own_weights
+from bridge.calibration.statistics import FakeModel
+from bridge.calibration.walk.toggles import Toggles, own_weights, turned_on
+from bridge.tracker.tensors import tensors_in
 
 ALL = ""  # in place of a unit's name: all units of a block together, KV cache included
 
@@ -56,27 +53,11 @@ class BlockErrors:
         return BlockError(math.fsum(error.error for error in found), least) if found else None
 
 
-def measure_block_errors(job: CalibrationJob, units: Mapping[str, Sequence[str]], ahead: bool = False) -> BlockErrors:
-    """Calibrate block by block, and measure each block on the held-out inputs. `units`: name -> checkpoint modules.
-
-    `ahead`: read the next block while one runs: memory holds two.
-
-    Raises:
-        CalibrationError: the model cannot be cut into blocks, or a statistic cannot be used.
-    """
-    probe = BlockProbe(units)
-    with torch.no_grad():
-        walk = Walk(job, Options(ahead, probe=probe))
-        walk.run()
-    attention = walk.model.attention.values()
-    settle_statistics(walk.seen, walk.model.bindings, attention, job.scheme, job.source.specs)
-    return probe.measured
-
-
 class BlockProbe:
-    """Runs the units of each block alone, after ModelOpt has calibrated the block."""
+    """Runs the units of each block alone on the held-out inputs, after ModelOpt has calibrated the block."""
 
     def __init__(self, units: Mapping[str, Sequence[str]]) -> None:
+        """`units`: name -> checkpoint modules."""
         self._units, self._head = units, ""
         self._sums: dict[tuple[str, str], _Sums] = {}
         self._held = 0
@@ -96,7 +77,10 @@ class BlockProbe:
         self._head = next((name for name, module in model.named_modules() if head is not None and module is head), "")
 
     def prepare(self, root: Any, bindings: Sequence[QuantizerBinding]) -> None:
-        """Give the part of a model that will be calibrated weights of its own where that changes them."""
+        """Give the part of a model that will be calibrated weights of its own where that changes them.
+
+        Else it shares those of the unquantized block.
+        """
         own_weights(root, {binding.module for binding in bindings if binding.format.changes_weights})
 
     def runner(self, block: str, plain: Mapping[str, Any], calibrated: FakeModel) -> Callable[..., Any]:
@@ -105,7 +89,8 @@ class BlockProbe:
         Of the head it returns both outputs, one after the other: what the model does with logits (a scale, a soft cap)
         it does to each row. `finish` is then given what became of them. `plain`: the block's modules by live name.
         """
-        toggles = Toggles(calibrated.model, plain.__getitem__, calibrated.bindings, calibrated.attention, self._units)
+        found = calibrated.quantizers
+        toggles = Toggles(calibrated.model, plain.__getitem__, found.bindings, found.attention, self._units)
         asked = {unit: [unit] for unit in toggles.modules}
         module, is_head = calibrated.model.get_submodule(block), block == self._head
         if not is_head and asked:
@@ -114,11 +99,11 @@ class BlockProbe:
         def run(batch: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
             given = _copied((args, kwargs))  # a block may change its inputs in place
             output = plain[block](*args, **kwargs)
-            first = _first(output)
+            first = tensors_in(output)[0]  # the hidden states
             for unit, names in asked.items():
                 again, words = _copied(given)
-                with _on(toggles, names):
-                    other = _first(module(*again, **words))
+                with turned_on(toggles, [(toggles, names)]):
+                    other = tensors_in(module(*again, **words))[0]
                 self._held = max(self._held, first.nbytes + other.nbytes)
                 if is_head:
                     self._last = block, unit
@@ -165,23 +150,5 @@ class _Sums:
         return BlockError(self._moved / self._plain if self._plain else math.inf if self._moved else 0.0, cosine)
 
 
-@contextmanager
-def _on(toggles: Toggles, units: Sequence[str]) -> Iterator[None]:
-    try:
-        for unit in units:
-            toggles.turn(unit, True)
-        yield
-    finally:
-        for unit in units:
-            toggles.turn(unit, False)
-
-
 def _copied(value: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.clone, value)
-
-
-def _first(output: Any) -> Any:
-    """The first tensor that a block returns: the hidden states."""
-    if isinstance(output, torch.Tensor):
-        return output
-    return _first(next(iter(output.values())) if isinstance(output, Mapping) else output[0])

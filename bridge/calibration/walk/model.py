@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from bridge.calibration.job import CalibrationJob
-from bridge.calibration.modelopt import bindings_of, copy_modules, register_modules
-from bridge.calibration.quantizers import QuantizerBinding
+from bridge.calibration.modelopt import copy_modules, quantizers_of, register_modules
 from bridge.calibration.reference_outputs import refused
-from bridge.calibration.schedule import Schedule, schedule_of
+from bridge.calibration.schedule import Schedule
 from bridge.calibration.walk.blocks import Block, find_blocks
 from bridge.calibration.walk.experts import cut
-from bridge.calibration.walk.offloaded import storages
 from bridge.calibration.walk.options import Options
 from bridge.calibration.walk.skeleton import Skeleton
 from bridge.calibration.walk.weights import Ahead, Weights, drop, share
@@ -26,12 +25,12 @@ GIVE = "give batches with the inputs it needs"
 class WalkModel:
     """A model whose blocks are read, shared with ModelOpt's copy, and dropped, one at a time.
 
-    `plain`: the unquantized model. `fake`: the copy, which ModelOpt quantizes or a watch hooks. `bindings` and
-    `attention`: the quantizers of the whole model. `cuts`: blocks whose experts are read one by one.
+    `plain`: the unquantized model. `fake`: the copy, which ModelOpt quantizes or a watch hooks. `quantizers`: those of
+    the whole model. `cuts`: blocks whose experts are read one by one.
     """
 
     def __init__(self, job: CalibrationJob, options: Options) -> None:
-        source, scheme, watch = job.source, job.scheme, options.watch
+        source, watch, room = job.source, options.watch, options.room
         self.device = job.device or "cpu"
         model = source.load_skeleton()
         if options.probe:
@@ -40,27 +39,23 @@ class WalkModel:
         self._weights = Weights(source, model, self.origins, self.device)
         self._reads = Ahead(self._weights)
         fake = copy_modules(model)
-        self.bindings, self.attention = bindings_of(job.structure, scheme, self.origins, tied_names(model))
-        modules = {binding.module for binding in self.bindings} | set(self.attention)
+        quantizers = quantizers_of(job.structure, job.scheme, self.origins, tied_names(model))
         if watch:
             watch.prepare(fake)
-            self.schedule, modules = Schedule(streams=(0,)), set(watch.modules)
+            quantizers, modules = replace(quantizers, schedule=Schedule(streams=(0,))), set(watch.modules)
         else:
-            register_modules(fake, bool(self.attention))
-            self.schedule = schedule_of(scheme, [b.format for b in self.bindings], bool(self.attention))
+            register_modules(fake, bool(quantizers.attention))
+            modules = {binding.module for binding in quantizers.bindings} | {*quantizers.attention}
+        self.quantizers = quantizers
         self.blocks = find_blocks(model, modules)
         self.plain, self.fake = Skeleton(model, self.blocks, self.device), Skeleton(fake, self.blocks, self.device)
-        room = options.room
-        self.cuts = cut(self.blocks, self.plain, self.bindings, self._weights, room, source.where) if room else {}
+        bindings = quantizers.bindings
+        self.cuts = cut(self.blocks, self.plain, bindings, self._weights, room, source.where) if room else {}
 
     def place_rest(self) -> None:
         """Read the modules outside the blocks, which stay in memory."""
         self._weights.place(self.plain.rest, self._weights.read(self.plain.rest))
         share(self.fake.rest, self.plain.rest)
-
-    def shared_storages(self, inputs: Iterable[Mapping[str, Any]]) -> set[int]:
-        """The storages that all forwards use: those of the modules outside the blocks, and of `inputs`."""
-        return storages(self.plain.rest, inputs)
 
     def read_again(self, block: Block) -> list[tuple[str, Any]]:
         """Put the weights of a whole block in place, and return its modules; the caller drops them."""
@@ -96,11 +91,6 @@ class WalkModel:
     def _but_experts(self, block: Block, skeleton: Skeleton) -> list[tuple[str, Any]]:
         modules = skeleton.inside(block)
         return self.cuts[block].without(modules) if block in self.cuts else modules
-
-    def bindings_in(self, block: Block) -> tuple[list[QuantizerBinding], dict[str, str]]:
-        """The quantizers of a block, and its attention modules whose cache is quantized, live -> checkpoint."""
-        bindings = [binding for binding in self.bindings if block.holds(binding.module)]
-        return bindings, {live: ours for live, ours in self.attention.items() if block.holds(live)}
 
     def raised_in(self, error: Exception, block: Block | None) -> str:
         """The module that raised an error, of the plain model or of ModelOpt's copy; at least the block that ran."""

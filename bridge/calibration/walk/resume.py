@@ -117,7 +117,7 @@ class WalkJournal:
         except _DAMAGED:
             return False
         visited |= finished
-        self._streams.skip(finished)
+        self._streams.progress.skip(finished)
         return self._digest() == partial.next
 
     def _pass_over(self, finished: Set[Block], partial: Partial) -> None:
@@ -223,19 +223,6 @@ class Partial:
             shapes = json.dumps([_flat(value, tensors) for value in outputs])
         except _CannotKeep:
             return False
-        with written(self.directory, "finished blocks"):
-            self._write(block, seen, tensors, shapes, digest, release)
-        return True
-
-    def _write(
-        self,
-        block: Block,
-        seen: Statistics,
-        tensors: Sequence[torch.Tensor],
-        shapes: str,
-        digest: str,
-        release: Callable[[torch.Tensor], None],
-    ) -> None:
         states = "states-b.safetensors" if self._states == "states-a.safetensors" else "states-a.safetensors"
         arrays = {
             f"{kind}/{name}": array for kind in KINDS if kind not in MATRICES for name, array in seen[kind].items()
@@ -243,14 +230,16 @@ class Partial:
         codes = {f"{kind}/{name}": matrix for kind in MATRICES for name, matrix in seen[kind].items()}
         places = {name: (matrix.offset, *matrix.shape) for name, matrix in codes.items()}
         statistics = file_bytes(arrays)
-        write_whole(self._statistics(len(self.blocks)), statistics)
-        _write(self.directory / states, tensors, {"outputs": shapes}, release)
         entry: dict[str, Any] = {"states": states, "next": digest, "statistics": hashlib.sha256(statistics).hexdigest()}
-        entry |= {"codes": places, "chosen": _codes_digest(codes.values())} if places else {}
-        self._work.mark(block.name, entry)
+        with written(self.directory, "finished blocks"):
+            write_whole(self._statistics(len(self.blocks)), statistics)
+            _write(self.directory / states, tensors, {"outputs": shapes}, release)
+            entry |= {"codes": places, "chosen": _codes_digest(codes.values())} if places else {}
+            self._work.mark(block.name, entry)
         self.blocks.append(block.name)
         self._placed.append(places)
         self._states, self.next = states, digest
+        return True
 
     def _statistics(self, number: int) -> Path:
         return self.directory / f"block-{number:05}.safetensors"

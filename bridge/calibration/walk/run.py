@@ -6,7 +6,7 @@ activations that the whole model has there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from bridge.calibration.modelopt import calibrate_root, of_modelopt, provenance_
 from bridge.calibration.quantizers import QuantizerBinding
 from bridge.calibration.reference_outputs import Answers, held_out_of
 from bridge.calibration.statistics import KINDS, Statistics, collect, merge, settle_statistics
+from bridge.calibration.walk.block_errors import BlockErrors, BlockProbe
 from bridge.calibration.walk.blocks import Block
 from bridge.calibration.walk.diagnose import blame, broken_tensor, why_modelopt_refused
 from bridge.calibration.walk.forwards import REMEDY
@@ -40,16 +41,11 @@ def calibrate_by_blocks(job: CalibrationJob, options: Options = Options()) -> Ca
     The directory `job.partial` is removed at the end.
     """
     with torch.no_grad(), returning_pages(), unfinished(job) as partial:
-        walk = Walk(job, options, partial)
-        if not walk.run():
-            assert partial
+        while not (walk := Walk(job, options, partial)).run():
+            assert partial, "only a walk that continues another one has to start again"
             partial.start_again()
-            walk = Walk(job, options, partial)
-            walk.run()
     model, streams, source = walk.model, walk.streams, job.source
-    attention = model.attention.values()
-    found = settle_statistics(walk.seen, model.bindings, attention, job.scheme, source.specs, job.needed)
-    statistics, applied = found
+    statistics, applied = settle_statistics(walk.seen, model.quantizers, job)
     provenance = with_weights_digest(provenance_of(job, model.plain.model), source, job.structure, statistics)
     held_out = job.data.held_out
     held = held_out_of(held_out, streams.source_answers, streams.answers) if held_out else None
@@ -62,6 +58,22 @@ def watch_by_blocks(job: CalibrationJob, watch: Watch, spill: Spill | None = Non
         walk = Walk(job, Options(watch=watch, spill=spill))
         walk.run()
     return walk.model.plain.model, walk.streams.source_answers
+
+
+def measure_block_errors(job: CalibrationJob, units: Mapping[str, Sequence[str]], ahead: bool = False) -> BlockErrors:
+    """Calibrate block by block, and measure each block on the held-out inputs. `units`: name -> checkpoint modules.
+
+    `ahead`: read the next block while one runs: memory holds two.
+
+    Raises:
+        CalibrationError: the model cannot be cut into blocks, or a statistic cannot be used.
+    """
+    probe = BlockProbe(units)
+    with torch.no_grad():
+        walk = Walk(job, Options(ahead, probe=probe))
+        walk.run()
+    settle_statistics(walk.seen, walk.model.quantizers, job)
+    return probe.measured
 
 
 class Walk:
@@ -125,18 +137,19 @@ class Walk:
     def _watched(self, block: Block, watch: Watch) -> Statistics:
         """Run the data through a block without quantizers; what is seen stays with the watch."""
         with self.streams.blamed(block=block):
-            watch.over(self._loop(block))(self.model.fake.part(block))
+            watch.run(self._loop(block), self.model.fake.part(block))
         return {kind: {} for kind in KINDS}
 
     def _calibrated(self, block: Block) -> Statistics:
         """Run ModelOpt on a block, and then the held-out inputs."""
         job, model, streams, probe = self._job, self.model, self.streams, self._options.probe
         root, plain = model.fake.part(block), model.plain.modules[block.name]
-        bindings, attention = model.bindings_in(block)
+        quantizers = model.quantizers.inside(block.holds)
+        bindings = quantizers.bindings
         if probe:
             probe.prepare(root, bindings)
         try:
-            calibrated = calibrate_root(root, job.scheme, model.schedule, bindings, attention, self._loop(block))
+            calibrated = calibrate_root(root, quantizers, self._loop(block))
         except Exception as error:
             if not of_modelopt(error) and isinstance(error, BridgeError | MemoryError | OSError):
                 raise
@@ -152,7 +165,7 @@ class Walk:
                 fold_weights(root, bindings)
             streams.run(streams.quantized, root.get_submodule(block.name), block)
         experts = any(binding.site.stacked or binding.expert is not None for binding in bindings)
-        seen = joined_counts(collect(calibrated, job.scheme), job.workers, experts)
+        seen = joined_counts(collect(calibrated), job.workers, experts)
         self._keep_codes(seen, root, bindings)
         drop_quantizers(root, bindings)
         return seen
@@ -168,7 +181,7 @@ class Walk:
 
         The last run of a stream gives the activations for the next block.
         """
-        order, runs = self.model.schedule.streams, 0
+        order, runs = self.model.quantizers.schedule.streams, 0
 
         def loop(root: Any) -> None:
             nonlocal runs

@@ -13,7 +13,7 @@ from bridge.calibration.walk.blocks import Block
 from bridge.calibration.walk.diagnose import blame, has_nan, why_block_nan
 from bridge.calibration.walk.forwards import Batch, outputs_of
 from bridge.calibration.walk.model import WalkModel
-from bridge.calibration.walk.offloaded import Offloaded
+from bridge.calibration.walk.offloaded import Offloaded, storages
 from bridge.calibration.walk.options import Options
 from bridge.calibration.walk.workers.join import join_answers
 from bridge.calibration.walk.workers.processes import share_of
@@ -39,11 +39,11 @@ class Streams:
         self.answers = Answers(held_out, plain) if simulated else None
         run, run_fake = runner(plain, model.device), runner(model.fake.model, model.device)
         self.held = self._batches(held_out if options.probe else self.source_answers.batches, run)
-        self.data = [self._batches(job.data.batches, run_fake) for _ in range(model.schedule.count)]
+        self.data = [self._batches(job.data.batches, run_fake) for _ in range(model.quantizers.schedule.count)]
         self.quantized = self._batches(self.answers.batches if self.answers else (), run_fake)
         own = len(share_of(job.data.batches, job.workers))
-        runs = len(model.schedule.streams) * own + len(self.held) + len(self.quantized)
-        self._progress = WalkProgress(job.progress, {block: model.plain.size(block) for block in model.blocks}, runs)
+        runs = len(model.quantizers.schedule.streams) * own + len(self.held) + len(self.quantized)
+        self.progress = WalkProgress(job.progress, {block: model.plain.size(block) for block in model.blocks}, runs)
 
     def _batches(self, inputs: Iterable[Mapping[str, Any]], run: Callable[[Mapping[str, Any]], Any]) -> list[Batch]:
         """This process's share of some inputs, with their forwards."""
@@ -56,13 +56,9 @@ class Streams:
 
     def start(self) -> None:
         """Let all forwards run to their first block."""
-        self._shared |= self._model.shared_storages(batch.inputs for batch in self.all)
+        self._shared |= storages(self._model.plain.rest, (batch.inputs for batch in self.all))
         for batch in self.all:
             self.go_on(batch)
-
-    def skip(self, finished: Iterable[Block]) -> None:
-        """Count blocks that an earlier run finished as done."""
-        self._progress.skip(finished)
 
     def close(self) -> None:
         """End the forwards that wait."""
@@ -95,7 +91,7 @@ class Streams:
             batch.offloaded.restore()
         for batch, output in experts.run(waiting, module) if experts else outputs_of(waiting, module, self._watch):
             self.release(batch.forward.args, batch.forward.kwargs)
-            self._progress.step(block)
+            self.progress.step(block)
             early = batch in self.held
             if stop_at_nan and not early and has_nan(output):
                 raise CalibrationError(self.why_nan(block, batch) or blame(block.name, "NaN"))
@@ -117,7 +113,7 @@ class Streams:
             batch.offloaded.restore()
             with self.blamed(batch, block):
                 output = run(batch.inputs, batch.forward.args, batch.forward.kwargs)
-            self._progress.step(block)
+            self.progress.step(block)
             self.go_on(batch, output)
 
     def go_on(self, batch: Batch, output: Any = None) -> None:

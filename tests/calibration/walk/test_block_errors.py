@@ -19,7 +19,8 @@ transformers = pytest.importorskip("transformers")
 from bridge.api.sensitivity.units import units_of  # noqa: E402
 from bridge.calibration.data import Data, prepare  # noqa: E402
 from bridge.calibration.job import CalibrationJob  # noqa: E402
-from bridge.calibration.walk.block_errors import ALL, BlockErrors, BlockProbe, measure_block_errors  # noqa: E402
+from bridge.calibration.walk.block_errors import ALL, BlockErrors, BlockProbe  # noqa: E402
+from bridge.calibration.walk.run import measure_block_errors  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
