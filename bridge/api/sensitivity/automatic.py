@@ -20,6 +20,7 @@ from bridge.api.sensitivity.run import measured
 from bridge.calibration.data import Data
 from bridge.core.errors import UsageError, WriteError, reason
 from bridge.core.output.replace import check_free, recover
+from bridge.core.output.temporary import write_whole
 from bridge.core.text import size
 from bridge.core.version import __version__, installed
 from bridge.planning.structure import structure_of
@@ -110,10 +111,8 @@ def _kept(path: Path, key: str) -> str | None:
 
 
 def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text.encode(), f".{path.name}.partial")
     except OSError as error:
         raise WriteError(f"{path}: the recipe cannot be written: {reason(error)}") from error

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bridge.api import plans
-from bridge.api.sensitivity.units import Unit, globs, units_of, with_format, written_bytes
+from bridge.api.sensitivity.units import Unit, globs, units_of, written_bytes
 from bridge.core.errors import BridgeError, PlanError, SchemeError
 from bridge.core.text import fold_problems
 from bridge.core.values import Structure
@@ -60,10 +60,6 @@ class Place:
         rule = Rule("what does not fit", NONE, None, None, modules=tuple(names), override=True)
         return replace(scheme, rules=(*scheme.rules, rule))
 
-    def in_format(self, unit: Unit, scheme: Scheme) -> Unit:
-        """A unit in the format of a scheme without rules."""
-        return with_format(self.structure, unit, scheme, self.source.specs)
-
     def written(self, scheme: Scheme, units: Sequence[Unit]) -> dict[str, int]:
         """Bytes that the target writes for units in a scheme."""
         return written_bytes(self.plan(scheme), self.structure, units)
@@ -82,22 +78,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A scheme that units may get; None leaves them unquantized. `units`: those that fit, by name, in this format."""
+    """A scheme that units may get; None leaves them unquantized. `bytes`: what is written for each unit that fits."""
 
     name: str
     scheme: Scheme | None
-    units: Mapping[str, Unit]
+    bytes: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Menu:
-    """Candidates that one output may mix, by number, each with the names of the units that fit. `target` writes it.
+    """Candidates that one output may mix. `target` writes it.
 
-    `bytes`: what the output holds for each unit in each candidate.
+    `bytes`: by the number of a candidate, what the output holds for each unit that fits.
     """
 
     target: str
-    fits: Mapping[int, frozenset[str]]
     bytes: Mapping[int, Mapping[str, int]]
 
 
@@ -127,30 +122,33 @@ def one_scheme(
     place = Place(source, structure, destination.target or FIRST, destination.options)
     problems = place.problems(scheme)
     kept: tuple[Unit, ...] = ()
-    others = [] if destination.target else (name for name in target_names() if name != FIRST)
-    if problems and (other := next((t for t in others if _supports(t, source, structure, scheme)), "")):
+    others = [] if destination.target else [name for name in target_names() if name != FIRST]
+    if problems and (other := next((name for name in others if _supports(place, name, scheme)), "")):
         problems.append(("", f"planned for target {other}, since {FIRST} does not support it"))
         place = replace(place, target=other)
     elif problems:
-        kept = _kept(place, scheme, units, problems)
+        fits, of_no_unit = _without(units, problems)
+        if of_no_unit or not fits:
+            head = f"no target supports {structure.architecture} in scheme {scheme.name}; {place.target}:"
+            raise _refused(head, of_no_unit or problems)
+        units, kept = tuple(fits), tuple(unit for unit in units if unit not in fits)
         scheme = place.keeping(scheme, kept)
-        problems += _fused(kept, {what for what, _ in problems})
-    units = tuple(unit for unit in units if unit not in kept)
+        refused = {what for what, _ in problems}
+        problems += [
+            (name, f"has the same format as {min(_modules(unit) & refused)}")
+            for unit in kept
+            for name in sorted(_modules(unit) - refused)
+        ]
     written = place.written(scheme, units)
     if fallback:
         _check_fallback(place, units, fallback)
         part = place.only(units)
-        other_bytes = part.written(fallback.bound(part.structure.sites), units)
-        second = [place.in_format(unit, fallback) for unit in units]
+        instead = part.written(fallback.bound(part.structure.sites), units)
     else:
-        other_bytes, second = place.unquantized(scheme, units, units), list(units)
-    formats = (
-        Candidate(scheme.name, scheme, _counted(units, written)),
-        Candidate(fallback.name if fallback else NONE, fallback, _counted(second, other_bytes)),
-    )
-    every = frozenset(unit.name for unit in units)
-    menus = (Menu(place.target, {0: every, 1: every}, {0: written, 1: other_bytes}),)
+        instead = place.unquantized(scheme, units, units)
+    menus = (Menu(place.target, {0: written, 1: instead}),)
     where = replace(destination, target=destination.target or place.target)
+    formats = _formats([scheme, fallback], units, menus)
     return Candidates(where, units, formats, menus, kept, tuple(fold_problems(problems)))
 
 
@@ -166,41 +164,34 @@ def several_schemes(
     units, last = units_of(structure, schemes[0], source.specs), len(schemes)
     menus: list[Menu] = []
     problems: dict[int, list[tuple[str, str]]] = {}
-    every: list[Contract | None] = [*contracts]
-    for contract in every or [None]:
+    every: Sequence[Contract | None] = contracts or [None]
+    for contract in every:
         if contract:
             place = replace(place, target=contract.target, options={**contract.options, **where.options})
-        fits = {}
+        written: dict[int, Mapping[str, int]] = {}
         for at, scheme in enumerate(schemes):
-            fits[at], problems[at] = _fitting(place, scheme, units, program, contract)
-        groups = [list(fits)]
-        if contract and not contract.mixed:
-            words = {at: contract_words(schemes[at].format) for at in fits}
-            groups = [[at for at in fits if words[at] == word] for word in dict.fromkeys(words.values())]
-        written = _written_in(place, units, schemes, fits)
-        menus += [
-            Menu(place.target, some, {at: written[at] for at in (*some, last)})
-            for group in groups
-            if (some := {at: fits[at] for at in group if fits[at]})
-        ]
-    used = [at for at in range(last) if any(at in menu.fits for menu in menus)]
+            fits, problems[at] = _fitting(place, scheme, units, program, contract)
+            if fits:
+                part = place.only(fits)
+                written[at] = part.written(scheme, fits)
+                if last not in written:
+                    written[last] = part.unquantized(scheme, fits, units)
+        # a program that reads one format for all modules gets a menu for each
+        words = ["" if contract is None or contract.mixed else contract_words(scheme.format) for scheme in schemes]
+        for word in dict.fromkeys(words):
+            if alike := [at for at in range(last) if words[at] == word and at in written]:
+                menus.append(Menu(place.target, {at: written[at] for at in (*alike, last)}))
+    used = [at for at in range(last) if any(at in menu.bytes for menu in menus)]
     lost = [(schemes[at].name, why) for at in problems if at not in used for _, why in problems[at]]
     if lost and not (optional and used):
-        lines = "".join(f"\n  {line}" for line in fold_problems(lost))
         name = where.runtime or where.target
-        raise SchemeError(f"{name} takes these schemes for no matrix of {structure.architecture}:{lines}")
-    fitting = frozenset[str]().union(*(names for menu in menus for names in menu.fits.values()))
+        raise _refused(f"{name} takes these schemes for no matrix of {structure.architecture}:", lost)
+    fitting = {name for menu in menus for at in used for name in menu.bytes.get(at, ())}
     kept = tuple(unit for unit in units if unit.name not in fitting)
     units = tuple(unit for unit in units if unit.name in fitting)
-    formats = []
-    for at, scheme in enumerate(schemes):
-        names = {name for menu in menus for name in menu.fits.get(at, ())}
-        part = [place.in_format(unit, scheme) for unit in units if unit.name in names]
-        formats.append(Candidate(scheme.name, scheme, _counted(part, _first(menus, at))))
-    formats.append(Candidate(NONE, None, _counted(units, _first(menus, last))))
-    menus = [replace(menu, fits={**menu.fits, last: fitting}) for menu in menus]
     why = [(f"{schemes[at].name}: {what}", text) for at in used for what, text in problems[at]]
-    return Candidates(where, units, tuple(formats), tuple(menus), kept, tuple(fold_problems(why + lost)))
+    formats = _formats([*schemes, None], units, menus)
+    return Candidates(where, units, formats, tuple(menus), kept, tuple(fold_problems(why + lost)))
 
 
 def restricted(structure: Structure, units: Iterable[Unit]) -> Structure:
@@ -210,23 +201,34 @@ def restricted(structure: Structure, units: Iterable[Unit]) -> Structure:
     return replace(structure, sites=tuple(sites))
 
 
+def _formats(schemes: Sequence[Scheme | None], units: Sequence[Unit], menus: Sequence[Menu]) -> tuple[Candidate, ...]:
+    """The candidates, with the bytes of units in the first menu that has each."""
+    formats = []
+    for at, scheme in enumerate(schemes):
+        found = {name: size for menu in reversed(menus) for name, size in menu.bytes.get(at, {}).items()}
+        sizes = {unit.name: found[unit.name] for unit in units if unit.name in found}
+        formats.append(Candidate(scheme.name if scheme else NONE, scheme, sizes))
+    return tuple(formats)
+
+
 def _fitting(
     place: Place, scheme: Scheme, units: Sequence[Unit], program: Runtime | None, contract: Contract | None
-) -> tuple[frozenset[str], list[tuple[str, str]]]:
-    """The names of the units that fit a scheme, and the problems of the others (of all, if none fits)."""
+) -> tuple[list[Unit], list[tuple[str, str]]]:
+    """The units that fit a scheme, and the problems of the others (of all, if none fits)."""
     if contract and (why := contract.lacks([scheme.format], place.structure.architecture)):
-        return frozenset(), [("", why)]
+        return [], [("", why)]
     try:
         problems = place.problems(scheme)
-        fits, others = _without(units, problems)
-        if program and contract and fits and not others:
-            fits, others = _without(fits, refused := misfits(program, contract, place.only(fits).plan(scheme)))
+        fits, of_no_unit = _without(units, problems)
+        if program and contract and fits and not of_no_unit:
+            refused = misfits(program, contract, place.only(fits).plan(scheme))
+            fits, of_no_unit = _without(fits, refused)
             problems += refused
     except (PlanError, SchemeError) as error:
-        return frozenset(), [("", str(error))]
-    if others or not fits:
-        return frozenset(), [("", why) for _, why in others or problems]
-    return frozenset(unit.name for unit in fits), problems
+        return [], [("", str(error))]
+    if of_no_unit or not fits:
+        return [], [("", why) for _, why in of_no_unit or problems]
+    return fits, problems
 
 
 def _without(units: Sequence[Unit], problems: Sequence[tuple[str, str]]) -> tuple[list[Unit], list[tuple[str, str]]]:
@@ -237,66 +239,21 @@ def _without(units: Sequence[Unit], problems: Sequence[tuple[str, str]]) -> tupl
     return fits, [(what, why) for what, why in problems if what not in known]
 
 
-def _written_in(
-    place: Place, units: Sequence[Unit], schemes: Sequence[Scheme], fits: Mapping[int, frozenset[str]]
-) -> dict[int, Mapping[str, int]]:
-    """Bytes of the units that fit, by the scheme's number; under the number after the last one, those of all."""
-    found: dict[int, Mapping[str, int]] = {}
-    for at, names in fits.items():
-        if not names:
-            continue
-        part = [unit for unit in units if unit.name in names]
-        found[at] = place.only(part).written(schemes[at], part)
-        if len(schemes) not in found:
-            found[len(schemes)] = place.only(part).unquantized(schemes[at], part, units)
-    return found
-
-
-def _first(menus: Iterable[Menu], at: int) -> dict[str, int]:
-    """The bytes of units in a candidate, from the first menu that has each."""
-    found: dict[str, int] = {}
-    for menu in menus:
-        found = {**menu.bytes.get(at, {}), **found}
-    return found
-
-
-def _counted(units: Iterable[Unit], written: Mapping[str, int]) -> dict[str, Unit]:
-    """The units by name, with the bytes that are written for them."""
-    return {unit.name: replace(unit, bytes=written[unit.name]) for unit in units}
-
-
-def _kept(place: Place, scheme: Scheme, units: Sequence[Unit], problems: Sequence[tuple[str, str]]) -> tuple[Unit, ...]:
-    """The units with problems; SchemeError if all have, or if a problem is of no unit."""
-    refused = {what for what, _ in problems}
-    kept = tuple(unit for unit in units if _modules(unit) & refused)
-    others = [(what, why) for what, why in problems if not any(what in _modules(unit) for unit in kept)]
-    if others or len(kept) == len(units):
-        lines = "".join(f"\n  {line}" for line in fold_problems(others or problems))
-        model = place.structure.architecture
-        raise SchemeError(f"no target supports {model} in scheme {scheme.name}; {place.target}:{lines}")
-    return kept
-
-
-def _fused(kept: Sequence[Unit], refused: set[str]) -> list[tuple[str, str]]:
-    return [
-        (name, f"has the same format as {min(_modules(unit) & refused)}")
-        for unit in kept
-        for name in sorted(_modules(unit) - refused)
-    ]
-
-
 def _check_fallback(place: Place, units: Iterable[Unit], fallback: Scheme) -> None:
     """SchemeError if a unit does not fit the fallback scheme."""
     sites = tuple(replace(site, keep="") for unit in units for site in unit.sites)
     structure = replace(place.structure, sites=sites)
     if problems := replace(place, structure=structure).problems(fallback.bound(sites)):
-        lines = "".join(f"\n  {line}" for line in fold_problems(problems))
-        raise SchemeError(f"fallback {fallback.name} does not fit target {place.target}; choose another:{lines}")
+        raise _refused(f"fallback {fallback.name} does not fit target {place.target}; choose another:", problems)
 
 
-def _supports(target: str, source: Source, structure: Structure, scheme: Scheme) -> bool:
+def _refused(head: str, problems: Iterable[tuple[str, str]]) -> SchemeError:
+    return SchemeError("\n  ".join([head, *fold_problems(problems)]))
+
+
+def _supports(place: Place, target: str, scheme: Scheme) -> bool:
     try:
-        return not Place(source, structure, target, {}).problems(scheme)
+        return not replace(place, target=target, options={}).problems(scheme)
     except BridgeError:  # the target does not support the architecture
         return False
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 from bridge.api.sensitivity.job import Job
@@ -27,10 +29,20 @@ Divergence = Callable[[Mapping[str, int]], float]  # of the model with each of t
 
 
 @dataclass(frozen=True)
+class Option:
+    """A unit in one format: `cost` of quantizing only it, and the bytes of its weights."""
+
+    cost: float
+    bytes: int
+
+
+Units = list[dict[int, Option]]  # the options of each unit, by the candidate's number
+
+
+@dataclass(frozen=True)
 class Pick:
     """Units with the numbers of their candidates; `cost` is the sum of the units' own."""
 
-    target: str
     formats: Mapping[str, int]
     cost: float
     bytes: int
@@ -43,34 +55,28 @@ def choose(job: Job, costs: Costs, divergence: Divergence | None) -> tuple[Pick,
     if job.budget.kind == "kl":
         assert divergence
         return _within_divergence(job, costs, divergence, menus)
-    picks = [pick for target, units in menus if (pick := _picked(job, target, units, least_cost(units, job.limit)))]
-    if not picks:
+    pick = _best(job, menus, partial(least_cost, limit=job.limit), "cost", "bytes")
+    if pick is None:
         raise SchemeError(f"budget {job.budget.text!r} cannot be met: outputs of every smaller format hold NaN")
-    pick = min(picks, key=lambda pick: (pick.cost, pick.bytes))
     return pick, _choice(job, costs, pick, divergence(_quantized(job, pick)) if divergence else None, 1)
 
 
-def options(job: Job, costs: Costs) -> list[tuple[str, list[dict[int, Option]]]]:
-    """The target of each menu, and for each unit the options that the menu has."""
+def options(job: Job, costs: Costs) -> list[Units]:
+    """For each menu, the options of each unit."""
     return [
-        (
-            menu.target,
-            [
-                {
-                    at: Option(costs.alone.get((unit.name, at), 0.0), menu.bytes[at][unit.name])
-                    for at, fits in menu.fits.items()
-                    if unit.name in fits
-                }
-                for unit in job.units
-            ],
-        )
+        [
+            {
+                at: Option(costs.alone.get((unit.name, at), 0.0), written[unit.name])
+                for at, written in menu.bytes.items()
+                if unit.name in written
+            }
+            for unit in job.units
+        ]
         for menu in job.candidates.menus
     ]
 
 
-def _within_divergence(
-    job: Job, costs: Costs, divergence: Divergence, menus: Sequence[tuple[str, list[dict[int, Option]]]]
-) -> tuple[Pick, Choice]:
+def _within_divergence(job: Job, costs: Costs, divergence: Divergence, menus: Sequence[Units]) -> tuple[Pick, Choice]:
     """The fewest bytes whose measured divergence is within the budget, as far as a few rounds find them.
 
     A choice that is above the budget lowers the aim, one below it raises the aim: costs do not add up exactly.
@@ -79,15 +85,16 @@ def _within_divergence(
     limit, rounds, best = job.budget.limit, 0, None
     low, high = 0.0, float("inf")  # sums that were within the budget, and above it
     aim = limit - (costs.cache or 0.0)
-    seen: set[tuple[tuple[str, int], ...]] = set()
+    seen: list[Mapping[str, int]] = []
     while True:
-        pick = _fewest(job, menus, aim)
-        if best and (pick is None or _key(pick) in seen or rounds >= best[1].rounds + MORE_ROUNDS):
+        pick = _best(job, menus, partial(fewest_bytes, limit=aim), "bytes", "cost")
+        if best and (pick is None or pick.formats in seen or rounds >= best[1].rounds + MORE_ROUNDS):
             return best[0], replace(best[1], rounds=rounds)
-        pick = pick or _cheapest(job, menus)
-        if not _quantized(job, pick) or _key(pick) in seen:
+        pick = pick or _best(job, menus, cheapest, "cost")
+        assert pick
+        if not _quantized(job, pick) or pick.formats in seen:
             raise SchemeError(_why_not(job, costs, divergence, pick))
-        seen.add(_key(pick))
+        seen.append(pick.formats)
         rounds += 1
         measured = divergence(_quantized(job, pick))
         if measured <= limit:
@@ -102,29 +109,15 @@ def _within_divergence(
             aim = min(aim, pick.cost * 0.999)
 
 
-def _fewest(job: Job, menus: Sequence[tuple[str, list[dict[int, Option]]]], aim: float) -> Pick | None:
-    picks = [pick for target, units in menus if (pick := _picked(job, target, units, fewest_bytes(units, aim)))]
-    return min(picks, key=lambda pick: (pick.bytes, pick.cost), default=None)
-
-
-def _cheapest(job: Job, menus: Sequence[tuple[str, list[dict[int, Option]]]]) -> Pick:
-    """Each unit in the format of its smallest cost."""
-    picks = [
-        _picked(job, target, units, [min(unit, key=lambda at: (unit[at].cost, unit[at].bytes)) for unit in units])
-        for target, units in menus
-    ]
-    return min((pick for pick in picks if pick), key=lambda pick: pick.cost)
-
-
-def _picked(job: Job, target: str, units: list[dict[int, Option]], chosen: Sequence[int] | None) -> Pick | None:
-    if chosen is None:
-        return None
-    sums = total(units, chosen)
-    return Pick(target, dict(zip((unit.name for unit in job.units), chosen, strict=True)), sums.cost, sums.bytes)
-
-
-def _key(pick: Pick) -> tuple[tuple[str, int], ...]:
-    return tuple(pick.formats.items())
+def _best(job: Job, menus: Sequence[Units], solve: Callable[[Units], list[int] | None], *by: str) -> Pick | None:
+    """The least, by the fields of `by`, of what `solve` picks from each menu; None if it finds nothing."""
+    picks = []
+    for units in menus:
+        if chosen := solve(units):
+            sums = total(units, chosen)
+            formats = dict(zip((unit.name for unit in job.units), chosen, strict=True))
+            picks.append(Pick(formats, sums.cost, sums.bytes))
+    return min(picks, key=attrgetter(*by), default=None)
 
 
 def _quantized(job: Job, pick: Pick) -> dict[str, int]:
@@ -158,14 +151,6 @@ def _why_not(job: Job, costs: Costs, divergence: Divergence, pick: Pick) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Option:
-    """A unit in one format: `cost` of quantizing only it, and the bytes of its weights."""
-
-    cost: float
-    bytes: int
-
-
 def least_cost(units: Sequence[Mapping[Key, Option]], limit: float) -> list[Key] | None:
     """The option of each unit with the smallest sum of costs within `limit` bytes; None if nothing fits."""
     return _solve(units, lambda option: option.cost, lambda option: option.bytes, limit)
@@ -174,6 +159,11 @@ def least_cost(units: Sequence[Mapping[Key, Option]], limit: float) -> list[Key]
 def fewest_bytes(units: Sequence[Mapping[Key, Option]], limit: float) -> list[Key] | None:
     """The option of each unit with the fewest bytes whose costs add up to at most `limit`; None if nothing does."""
     return _solve(units, lambda option: option.bytes, lambda option: option.cost, limit)
+
+
+def cheapest(units: Sequence[Mapping[Key, Option]]) -> list[Key]:
+    """The option of each unit with the smallest cost."""
+    return [min(unit, key=lambda key: (unit[key].cost, unit[key].bytes)) for unit in units]
 
 
 def total(units: Sequence[Mapping[Key, Option]], chosen: Sequence[Key]) -> Option:

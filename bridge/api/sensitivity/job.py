@@ -67,8 +67,13 @@ class Job:
         return None if self.several else self.candidates.formats[1].scheme
 
     @property
+    def named(self) -> tuple[str, ...]:
+        """The names of the schemes, without the fallback."""
+        return tuple(scheme.name for scheme in (self.schemes if self.several else self.schemes[:1]))
+
+    @property
     def title(self) -> str:
-        return ", ".join(scheme.name for scheme in (self.schemes if self.several else self.schemes[:1]))
+        return ", ".join(self.named)
 
     @property
     def rest(self) -> int:
@@ -86,10 +91,6 @@ class Job:
     def bits(self, nbytes: int) -> float:
         """Bits per quantizable weight, on average, if the units take `nbytes`."""
         return 8 * nbytes / sum(unit.weights for unit in self.units)
-
-    def bytes_of(self, unit: Unit, at: int) -> int:
-        """Bytes of a unit in a candidate; unquantized if it does not fit."""
-        return self.candidates.formats[at].units.get(unit.name, unit).bytes
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Question:
         if self.several:
             _check_several(self.quant, self.fallback, self.method)
         if self.fallback is not None:
-            _named(self.fallback, f"fallback={self.fallback!r}")
+            _check_named(self.fallback, f"fallback={self.fallback!r}")
 
     @property
     def several(self) -> bool:
@@ -150,11 +151,8 @@ def automatic_job(
     source: Source, structure: Structure, schemes: Sequence[str], budget: Budget, kv: str | None, place: Destination
 ) -> Job:
     """The job of `auto:`: of `schemes`, or of those of `DEFAULT` that the target takes and that are simulated here."""
-    names = list(schemes)
-    if not names:
-        names = [name for name in DEFAULT if not _not_simulated(load_scheme(name))]
-    else:
-        _check_several(names, None, "kl")
+    names = list(schemes) or [name for name in DEFAULT if not _not_simulated(load_scheme(name))]
+    _check_several(names, None, "kl")
     named = [load_scheme(name, kv if at == 0 else None).bound(structure.sites) for at, name in enumerate(names)]
     _check_can_run(source, *named)
     candidates = several_schemes(source, structure, named, place, optional=not schemes)
@@ -217,20 +215,19 @@ def _check_several(quant: Sequence[Any], fallback: str | None, method: str) -> N
     if method == "modelopt":
         raise UsageError("method='modelopt' ranks layers in one scheme; use method='kl' for several")
     for word in quant:
-        _named(word, f"quant: {word!r}")
+        _check_named(word, f"quant: {word!r}")
 
 
-def _named(name: Any, where: str) -> Scheme:
+def _check_named(name: Any, where: str) -> None:
     scheme = load_scheme(name)
     if scheme.rules or not scheme.origin or str(name).endswith(".toml"):
         raise UsageError(f"{where} is not a scheme name; the rule of a recipe cannot name another recipe")
-    return scheme
 
 
-def _not_simulated(scheme: Scheme | None) -> str:
+def _not_simulated(scheme: Scheme) -> str:
     import torch
 
-    return scheme.simulation_needs_cuda if scheme and not torch.cuda.is_available() else ""
+    return "" if torch.cuda.is_available() else scheme.simulation_needs_cuda
 
 
 def _check_can_run(source: Source, *schemes: Scheme | None) -> None:
@@ -266,11 +263,12 @@ def _check_method(job: Job) -> None:
 
 def _check_size(job: Job) -> None:
     names = [candidate.name for candidate in job.candidates.formats]
+    sums = [sum(candidate.bytes.values()) for candidate in job.candidates.formats]
     if job.several:
-        least, most = min(_least(job, menu) for menu in job.candidates.menus), _sum(job, len(names) - 1)
+        least, most = min(_least(job, menu) for menu in job.candidates.menus), sums[-1]
         small, state = f"its smallest format of {job.title}", "unquantized"
     else:
-        least, most = _sum(job, 0), _sum(job, 1)
+        least, most = sums
         small, state = names[0], f"in {names[1]}" if job.fallback else "unquantized"
     if job.fallback and most < least:
         raise SchemeError(
@@ -291,15 +289,9 @@ def _check_size(job: Job) -> None:
         raise SchemeError(f"budget {text!r} has no effect: everything {state} takes {_size(most, job)}; give less")
 
 
-def _sum(job: Job, at: int) -> int:
-    return sum(job.bytes_of(unit, at) for unit in job.units)
-
-
 def _least(job: Job, menu: Menu) -> int:
     """The bytes of the units in the smallest formats of a menu."""
-    return sum(
-        min(menu.bytes[at][unit.name] for at, fits in menu.fits.items() if unit.name in fits) for unit in job.units
-    )
+    return sum(min(written[unit.name] for written in menu.bytes.values() if unit.name in written) for unit in job.units)
 
 
 def _size(nbytes: int, job: Job) -> str:

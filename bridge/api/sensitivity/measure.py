@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -87,30 +87,36 @@ class Costs:
 
 def make_bench(job: Job, data: Data, device: str | None, report: Progress) -> Bench:
     """Calibrate every scheme on the same model."""
-    for scheme in job.schemes:
-        check_device(scheme, device)
-    source, calib = cast("Source", _Loaded(job.source)), replace(data, held_out=())
-
-    made = [
-        fake_quantize(CalibrationJob(source, structure_in(job, at), scheme, calib, device, report))
-        for at, scheme in enumerate(job.schemes)
-    ]
+    calibrations = _calibrations(job, replace(data, held_out=()), device, report)
+    source = cast("Source", _Loaded(job.source))
+    made = [fake_quantize(replace(one, source=source)) for one in calibrations]
     copies = tuple(Toggles(q.model, q.plain.get_submodule, q.bindings, q.attention, job.modules) for q in made)
     return Bench(job, data, made[0], copies, report)
+
+
+def _calibrations(job: Job, data: Data, device: str | None, report: Progress) -> list[CalibrationJob]:
+    """The calibration of each scheme; refuses those that do not run on the device."""
+    for scheme in job.schemes:
+        check_device(scheme, device)
+    return [
+        CalibrationJob(job.source, structure_in(job, at), scheme, data, device, report)
+        for at, scheme in enumerate(job.schemes)
+    ]
 
 
 def structure_in(job: Job, at: int) -> Structure:
     """The model where the scheme of a candidate quantizes the units that fit it, and nothing else."""
     if job.several or at:
-        return restricted(job.structure, job.candidates.formats[at].units.values())
+        fits = job.candidates.formats[at].bytes
+        return restricted(job.structure, (unit for unit in job.units if unit.name in fits))
     return job.structure
 
 
 def costs(bench: Bench) -> Costs:
     """Measure everything in each scheme, the KV cache alone, and each unit alone in each scheme that it fits."""
     formats = bench.job.candidates.formats[: len(bench.copies)]
-    pairs = [(unit.name, at) for at, it in enumerate(formats) for unit in bench.job.units if unit.name in it.units]
-    wholes = [{unit: at for unit in it.units} | bench.cache for at, it in enumerate(formats)]
+    pairs = [(unit, at) for at, candidate in enumerate(formats) for unit in candidate.bytes]
+    wholes = [dict.fromkeys(candidate.bytes, at) | bench.cache for at, candidate in enumerate(formats)]
     singles = pairs if bench.job.method == "kl" else []
     cached = [bench.cache] if bench.cache else []
     asked = [*wholes, *cached, *({unit: at} for unit, at in singles)]
@@ -121,21 +127,14 @@ def costs(bench: Bench) -> Costs:
     if bench.job.method == "modelopt":
         modules = [bench.base.modules[name] for name, _ in pairs]
         bench.report(0, 0, "score layers")
-        scores = gradient_scores(bench.quantized, modules, bench.data.batches, mean_next_token_loss)
+        scores = gradient_scores(bench.quantized, modules, bench.data.batches)
     alone = dict(zip(pairs, scores, strict=True))
     return Costs(alone, tuple(whole), rest[0] if cached else None, divergence.tokens, divergence.held)
 
 
 def block_costs(job: Job, data: Data, device: str | None, report: Progress, ahead: bool) -> Costs:
     """Walk over the blocks once for each scheme; a unit in several blocks costs the sum of their errors."""
-    for scheme in job.schemes:
-        check_device(scheme, device)
-    found = [
-        measure_block_errors(
-            CalibrationJob(job.source, structure_in(job, at), scheme, data, device, report), job.modules, ahead
-        )
-        for at, scheme in enumerate(job.schemes)
-    ]
+    found = [measure_block_errors(one, job.modules, ahead) for one in _calibrations(job, data, device, report)]
     errors = {
         (unit.name, at): error
         for at, one in enumerate(found)
@@ -161,10 +160,7 @@ def _sum(errors: BlockErrors) -> float:
 
 
 def gradient_scores(
-    quantized: FakeQuantized,
-    units: Sequence[Sequence[str]],
-    batches: Sequence[Mapping[str, Any]],
-    loss: Callable[..., Any],
+    quantized: FakeQuantized, units: Sequence[Sequence[str]], batches: Sequence[Mapping[str, Any]]
 ) -> list[float]:
     """Return ModelOpt's estimate of the loss from quantizing each of `units` (live modules): (dloss/dy * error of y)^2.
 
@@ -186,7 +182,7 @@ def gradient_scores(
             [config],
             data_loader=[{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches],
             forward_step=lambda model, batch: model(**batch, use_cache=False).logits,
-            loss_func=loss,
+            loss_func=mean_next_token_loss,
             num_calib_steps=len(batches),
             num_score_steps=len(batches),
             disabled_layers=[name for name, _ in fake.named_modules() if name and name not in inside],

@@ -190,10 +190,9 @@ class Sensitivity(Displayed):
         if not chosen:
             return columns, rows
         # with one scheme, only the layers that do not get it have a cell
-        formats = {layer.name: chosen[layer.name] for layer in self.layers}
-        formats = {name: "unquantized" if scheme == "none" else scheme for name, scheme in formats.items()}
         alone = self.schemes[0] if len(self.schemes) == 1 else ""
-        last = ["" if formats[layer.name] == alone else formats[layer.name] for layer in self.layers]
+        formats = (chosen[layer.name] for layer in self.layers)
+        last = ["" if name == alone else "unquantized" if name == "none" else name for name in formats]
         return [*columns, "stays" if alone else "format"], [(*row, cell) for row, cell in zip(rows, last, strict=True)]
 
     def _cell(self, layer: Layer, scheme: str) -> str:

@@ -117,7 +117,7 @@ def measured(job: Job, data: Data, device: str | None, progress: Progress, memor
     pick, choice = choose(job, found, divergence) if job.budget else (None, None)
     return Sensitivity(
         architecture=job.structure.architecture,
-        schemes=tuple(scheme.name for scheme in (job.schemes if job.several else job.schemes[:1])),
+        schemes=job.named,
         fallback=job.fallback.name if job.fallback else "",
         method=job.method,
         cost_is=METHODS[job.method],
@@ -144,11 +144,9 @@ def _layers(job: Job, found: Costs) -> tuple[Layer, ...]:
     layers = []
     for unit in job.units:
         formats = tuple(
-            InFormat(
-                scheme.name, found.alone[unit.name, at], job.bytes_of(unit, at), found.cosines.get((unit.name, at))
-            )
-            for at, scheme in enumerate(job.schemes)
-            if (unit.name, at) in found.alone
+            InFormat(candidate.name, cost, candidate.bytes[unit.name], found.cosines.get((unit.name, at)))
+            for at, candidate in enumerate(job.candidates.formats)
+            if (cost := found.alone.get((unit.name, at))) is not None
         )
         modules = tuple(site.module for site in unit.sites)
         layers.append(Layer(unit.name, modules, unit.weights, unit.plain, formats))
@@ -159,8 +157,8 @@ def _wholes(job: Job, found: Costs) -> tuple[Whole, ...]:
     """Everything in each scheme; units that do not fit it stay unquantized."""
     unquantized = {unit.name: unit.plain for unit in job.units}
     return tuple(
-        Whole(scheme.name, nats, job.bits(sum((unquantized | {n: u.bytes for n, u in it.units.items()}).values())))
-        for scheme, nats, it in zip(job.schemes, found.whole, job.candidates.formats, strict=False)
+        Whole(candidate.name, nats, job.bits(sum({**unquantized, **candidate.bytes}.values())))
+        for candidate, nats in zip(job.candidates.formats, found.whole, strict=False)
     )
 
 

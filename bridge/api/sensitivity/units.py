@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SchemeError
-from bridge.core.text import fold_layers
+from bridge.core.text import fold_layers, grouped
 from bridge.core.values import Format, Site, Structure, TensorSpec
 from bridge.planning.plan import Plan, Step
 from bridge.quant.schemes.scheme import Scheme
@@ -22,7 +22,7 @@ from bridge.quant.schemes.scheme import Scheme
 class Unit:
     """Sites with the same format. `bytes` is in `formats`, `plain` as in the checkpoint.
 
-    `bytes` is of codes and scales alone until a plan tells what a target writes (`written_bytes`).
+    `bytes` is of codes and scales alone; `written_bytes` counts what a target writes.
     """
 
     name: str
@@ -43,13 +43,6 @@ def units_of(structure: Structure, scheme: Scheme, specs: Mapping[str, TensorSpe
     return tuple(
         _unit(structure, [formats[module] for module in members], specs) for members in _grouped(structure, formats)
     )
-
-
-def with_format(structure: Structure, unit: Unit, scheme: Scheme, specs: Mapping[str, TensorSpec]) -> Unit:
-    """The same sites in the format of `scheme`, which has no rules, as if it kept none unquantized."""
-    formats = (scheme.format_of(replace(site, keep="")) for site in unit.sites)
-    members = zip(unit.sites, formats, strict=True)
-    return _unit(structure, [(site, form) for site, form in members if isinstance(form, Format)], specs)
 
 
 def globs(unit: Unit, others: Iterable[str]) -> list[str]:
@@ -74,20 +67,15 @@ def _grouped(structure: Structure, formats: Mapping[str, object]) -> list[list[s
         members = [module for module in group if module in root]
         for module in members[1:]:
             root[find(module)] = find(members[0])
-    groups: dict[str, list[str]] = {}
-    for module in formats:
-        groups.setdefault(find(module), []).append(module)
-    return list(groups.values())
+    return grouped(formats, find)
 
 
 def _groups(structure: Structure) -> Iterator[tuple[str, ...]]:
     for group in structure.groups:
         yield group.modules
     for key in (attrgetter("experts"), attrgetter("shares")):
-        groups: dict[str, list[str]] = {}
-        for site in structure.sites:
-            groups.setdefault(key(site), []).append(site.module)
-        yield from (tuple(modules) for name, modules in groups.items() if name)
+        groups = grouped(structure.sites, key)
+        yield from (tuple(site.module for site in sites) for sites in groups if key(sites[0]))
 
 
 def _unit(structure: Structure, members: list[tuple[Site, Format]], specs: Mapping[str, TensorSpec]) -> Unit:
