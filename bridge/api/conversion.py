@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from bridge.api.request import (
     Request,
     ResolvedRequest,
-    data_of,
     data_to_compare,
     resolve,
     unwarned_data_of,
@@ -96,14 +95,14 @@ def run(request: Request, options: RunOptions) -> Report:
             if recipe:
                 notes = (*resolved.plan.notes, *choice_notes(recipe))
                 resolved = replace(resolved, plan=replace(resolved.plan, notes=notes))
-            decisions = _decide(request, resolved, recipe, options.runs, clock)
+            decisions = _decide(resolved, recipe, options.runs, clock)
             request.progress(1, 1, "plan")
         kept = outgoing.kept(decisions.identity, request.verify) if outgoing and request.resume else None
         if kept:
             _announce_calibration(workers, False)
             report = report_from_dict(kept)
         else:
-            report = _write(request, resolved, decisions, options, outgoing, clock)
+            report = _write(resolved, decisions, options, outgoing, clock)
     if workers:
         workers.agree(report.to_json())
     return report
@@ -179,22 +178,17 @@ class Decisions:
 
 
 def _write(
-    request: Request,
-    resolved: ResolvedRequest,
-    decisions: Decisions,
-    options: RunOptions,
-    outgoing: Outgoing | None,
-    clock: Clock,
+    resolved: ResolvedRequest, decisions: Decisions, options: RunOptions, outgoing: Outgoing | None, clock: Clock
 ) -> Report:
     """Calibrate, write, verify and report, in a directory that is published at the end."""
     from bridge.reporting.make import make_report, save
     from bridge.targets.write import write
 
     check_disk(resolved.out, resolved.disk)
-    identity, overwrite, resume = decisions.identity, request.overwrite, request.resume
-    with output_directory(resolved.out, identity, overwrite=overwrite, resume=resume) as work:
+    request, identity = resolved.request, decisions.identity
+    with output_directory(resolved.out, identity, overwrite=request.overwrite, resume=request.resume) as work:
         _warn_of_resumed(work, resolved)
-        calibration = _calibration(request, resolved, decisions, work.directory, clock, options.workers)
+        calibration = _calibration(resolved, decisions, work.directory, clock, options.workers)
         context = ConversionContext(
             resolved.plan, resolved.source, calibration, resolved.scheme, resolved.memory, work,
             file_settings(resolved.plan, resolved.source), progress=request.progress, executor=options.executor,
@@ -230,8 +224,9 @@ def _warn_of_resumed(work: Work, resolved: ResolvedRequest) -> None:
         warn(f"{work.directory}: continues an unfinished run, which has {has}; --no-resume (resume=False) starts again")
 
 
-def _decide(request: Request, resolved: ResolvedRequest, recipe: str, runs: bool, clock: Clock) -> Decisions:
+def _decide(resolved: ResolvedRequest, recipe: str, runs: bool, clock: Clock) -> Decisions:
     """Run every check that comes before writing, and decide what is run and on what."""
+    request = resolved.request
     recover(resolved.out)
     check_free(resolved.out, request.overwrite)
     given, data, free = resolved.calibration, None, None
@@ -240,54 +235,54 @@ def _decide(request: Request, resolved: ResolvedRequest, recipe: str, runs: bool
     if resolved.uncalibrated:
         assert resolved.scheme
         check_device(resolved.scheme, request.device)
-        data, blocks, free = _calibration_data(request, resolved, clock)
+        data, blocks, free = _calibration_data(resolved, clock)
         runs = runs and not blocks  # the written model would be run whole
     else:
         if not recipe:
             _warn_of_unused(request, compared)
-        data = _comparison_data(request, resolved, clock) if compared else None
+        data = _comparison_data(resolved, clock) if compared else None
     statistics = given.digest if given else data.digest if data else ""
     parts = (__version__, resolved.plan.digest, resolved.source.fingerprint, statistics)
     identity = hashlib.sha256("\0".join([*parts, *filter(None, [request.compute])]).encode()).hexdigest()
     return Decisions(data, identity, runs, recipe, free)
 
 
-def _calibration_data(request: Request, resolved: ResolvedRequest, clock: Clock) -> tuple[Data, bool, int | None]:
+def _calibration_data(resolved: ResolvedRequest, clock: Clock) -> tuple[Data, bool, int | None]:
     """Prepare what the model is calibrated with; decide whether that goes block by block, by the free memory."""
     from bridge.calibration.modelopt import import_frameworks
 
     with clock.stage("imports"):
         import_frameworks(with_modelopt=resolved.needs_modelopt)
-    data = _sampled(request, resolved)
+    data = _sampled(resolved)
     from bridge.calibration.calibrate import choose_strategy
 
-    strategy = choose_strategy(_job_of(request, resolved, data))
+    strategy = choose_strategy(_job_of(resolved, data))
     return data, bool(strategy.blocks), strategy.free
 
 
-def _comparison_data(request: Request, resolved: ResolvedRequest, clock: Clock) -> Data:
+def _comparison_data(resolved: ResolvedRequest, clock: Clock) -> Data:
     """Prepare what outputs are compared on; no more than what tokenizes is imported without such data."""
     from bridge.calibration.modelopt import import_frameworks
 
-    own = _own_data(request, resolved)
     with clock.stage("imports"):
-        data = (data_to_compare if own is None else data_of)(resolved.source, own, request.sampling)
+        data = data_to_compare(resolved.source, _own_data(resolved), resolved.request.sampling)
     if not data.missing:
         with clock.stage("imports"):
             import_frameworks(with_modelopt=False)
     return data
 
 
-def _own_data(request: Request, resolved: ResolvedRequest) -> Any:
+def _own_data(resolved: ResolvedRequest) -> Any:
     """The caller's own data, which `calib` may name too; None for the embedded text."""
+    request = resolved.request
     return request.calib if resolved.calibration is None and request.data is None else request.data
 
 
-def _sampled(request: Request, resolved: ResolvedRequest) -> Data:
+def _sampled(resolved: ResolvedRequest) -> Data:
     """Prepare calibration data, without its warnings."""
     assert resolved.scheme
-    sampling = sampling_for(request.sampling, resolved.scheme)
-    return unwarned_data_of(resolved.source, _own_data(request, resolved), sampling)
+    sampling = sampling_for(resolved.request.sampling, resolved.scheme)
+    return unwarned_data_of(resolved.source, _own_data(resolved), sampling)
 
 
 def _choose_scheme(source: Source, request: Request, clock: Clock) -> tuple[Request, str]:
@@ -312,12 +307,7 @@ def _warn_of_unused(request: Request, compared: bool) -> None:
 
 
 def _calibration(
-    request: Request,
-    resolved: ResolvedRequest,
-    decisions: Decisions,
-    directory: Path,
-    clock: Clock,
-    workers: Workers | None = None,
+    resolved: ResolvedRequest, decisions: Decisions, directory: Path, clock: Clock, workers: Workers | None
 ) -> Calibration | None:
     """The given or newly made calibration, saved in `directory`; None if the conversion needs none.
 
@@ -334,16 +324,17 @@ def _calibration(
             return Calibration.load(saved)
         if not decisions.recipe:  # it was chosen with the same data
             warn_of(decisions.data)
-        request.progress(0, 0, "calibrate")
-        job = _job_of(request, resolved, decisions.data)
+        resolved.request.progress(0, 0, "calibrate")
+        job = _job_of(resolved, decisions.data)
         job = replace(job, partial=directory / CALIBRATING, workers=workers, free=decisions.free)
         calibration = calibrate(job)
         calibration.save(saved)
         return Calibration.load(saved) if calibration.chosen else calibration  # codes are read from this file
 
 
-def _job_of(request: Request, resolved: ResolvedRequest, data: Data) -> CalibrationJob:
+def _job_of(resolved: ResolvedRequest, data: Data) -> CalibrationJob:
     """The calibration of a request, for the modules that its target will quantize: it may keep some."""
+    request = resolved.request
     assert resolved.scheme
     return CalibrationJob(
         source_for(resolved.source, request.compute), resolved.structure, resolved.scheme, data, request.device,
@@ -362,8 +353,8 @@ def _join_calibration(request: Request, workers: Workers) -> Report:
     resolved = resolve(request.source(), request)
     calibrates, *_ = workers.agree(None)
     if calibrates:
-        job = _job_of(replace(request, progress=no_progress), resolved, _sampled(request, resolved))
-        calibrate(replace(job, partial=_partial_directory(request, resolved.out), workers=workers))
+        job = replace(_job_of(resolved, _sampled(resolved)), progress=no_progress, workers=workers)
+        calibrate(replace(job, partial=_partial_directory(request, resolved.out)))
     written, *_ = workers.agree(None)
     return report_from_dict(json.loads(written))
 

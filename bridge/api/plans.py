@@ -153,7 +153,9 @@ def plan_of(
         refused.setdefault(answer.why_not, []).append(contract.flags(contract.target))
     if partial:
         return partial
-    raise SchemeError(_refusal(program, target, scheme, structure.architecture, options, contracts, refused))
+    if not refused:
+        raise SchemeError(_not_loaded(program, target, options))
+    raise SchemeError(_refusal(program, scheme, structure.architecture, contracts, refused))
 
 
 def _leaves_experts(plan: Plan) -> bool:
@@ -236,22 +238,21 @@ def _why_unsupported(contract: Contract, scheme: Scheme, options: Mapping[str, A
     return next(filter(None, (chosen.why_unsupported(format_, given) for format_ in scheme.formats)), "")
 
 
+def _not_loaded(program: Runtime, target: str, options: Mapping[str, Any]) -> str:
+    """What a program loads instead of a target with these options."""
+    given = " ".join([f"--target {target}", *(flag(name.replace("_", "-"), value) for name, value in options.items())])
+    what = f"{program.title} does not load {given}; it loads " + "; ".join(c.flags() for c in program.contracts)
+    return "\n  ".join([what, *_older(program)])
+
+
 def _refusal(
     program: Runtime,
-    target: str,
     scheme: Scheme | None,
     architecture: str,
-    options: Mapping[str, Any],
     contracts: Sequence[Contract],
     refused: Mapping[str, Sequence[str]],
 ) -> str:
     """What a program loads instead, if no output that it loads can be written."""
-    if not refused:
-        given = " ".join(
-            [f"--target {target}", *(flag(name.replace("_", "-"), value) for name, value in options.items())]
-        )
-        what = f"{program.title} does not load {given}; it loads " + "; ".join(c.flags() for c in program.contracts)
-        return "\n  ".join([what, *_older(program)])
     what = f"{program.title} loads no {f'output of scheme {scheme.name}' if scheme else 'unquantized output'} here"
     lines = [f"{', '.join(flags)}: {why}".replace("\n", "\n    ") for why, flags in refused.items()]
     excluded = [contract for contract in program.contracts if contract not in contracts]

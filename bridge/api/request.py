@@ -49,9 +49,14 @@ def warn_of(data: Data) -> None:
 
 
 def data_to_compare(source: Source, data: Any, sampling: Sampling = DEFAULT) -> Data:
-    """Prepare data that only serve the comparison of outputs; what the model lacks for that is kept in `missing`."""
+    """Prepare data that only serve the comparison of outputs.
+
+    What the model lacks for the embedded text, the data that None stands for, is kept in `missing`.
+    """
+    if data is not None:
+        return data_of(source, data, sampling)
     try:
-        return prepare(data, source, sampling)
+        return prepare(None, source, sampling)
     except UsageError:
         raise
     except BridgeError as error:
@@ -114,6 +119,8 @@ class Request:
 class ResolvedRequest:
     """A planned conversion: its output lies outside its source, and its memory is enough for the stream."""
 
+    request: Request
+    """What the caller asked for."""
     source: Source
     """The opened model; of an adapter or a quantized checkpoint, the one that wraps its files."""
     structure: Structure
@@ -174,7 +181,7 @@ def resolve(source: Source, request: Request) -> ResolvedRequest:
     _check_outside(directory, source)
     budget = stream_memory(plan_, request.memory)
     calibration = given_calibration(request.calib, request.data is not None, source, structure, plan_, scheme)
-    return ResolvedRequest(source, structure, scheme, plan_, directory, calibration, budget)
+    return ResolvedRequest(request, source, structure, scheme, plan_, directory, calibration, budget)
 
 
 def _check_outside(out: Path, source: Source) -> None:
@@ -249,16 +256,16 @@ def _check_codes(calib: Calibration, plan_: Plan, source: Source, structure: Str
 def _check_lengths(calib: Calibration, plan_: Plan) -> None:
     """CalibrationError if an importance matrix or clips are of another shape than a weight."""
     wrong = {}
-    for step in (step for step in plan_.quantized if step.site and step.format and step.format.clipped):
-        for part in (part for part in step.inputs if part.source):
-            module = part.module or (step.site.module if step.site else "")
-            spec, block = plan_.sources[part.source], step.format.weight[0].block[-1] if step.format else 1
-            out, in_ = spec.shape[::-1] if step.site and step.site.layout == "in_out" else spec.shape
+    parts = [(step, part) for step in plan_.quantized for part in step.inputs if step.site and part.source]
+    for step, part in parts:
+        assert step.site and step.format
+        module = part.module or step.site.module
+        if step.format.clipped:
+            shape, block = plan_.sources[part.source].shape, step.format.weight[0].block[-1]
+            out, in_ = shape[::-1] if step.site.layout == "in_out" else shape
             if (clips := calib.weight_clip[module].shape) != (grid := (out, -(-in_ // block))):
                 wrong[module] = f"clips of blocks {clips}, and the weight has {grid}"
-    for step in (step for step in plan_.quantized if step.site and step.format and step.format.weighted):
-        for part in (part for part in step.inputs if part.source):
-            module = part.module or (step.site.module if step.site else "")
+        if step.format.weighted:
             whole = replace(part, rows=None) if part.transposed else replace(part, cols=None)
             (_, inputs), have = extent(whole, plan_.sources), len(calib.input_square[module])
             if have != inputs:

@@ -120,7 +120,7 @@ def run(
     _check_unaltered(manifest.plan, directory)
     clock = time.perf_counter
     words = _Tokens(directory)
-    ids, seen = _prompt(directory, manifest.plan.architecture, text, images, sounds, words, chat)
+    ids, seen = _prompt(words, manifest.plan.architecture, text, images, sounds, chat)
     settings, limited = _limited(settings, directory, manifest.plan.architecture, ids)
     generator: Generator = target.generator(directory)
     if seen:
@@ -146,13 +146,7 @@ def _listed(files: str | Path | Sequence[str | Path] | None) -> list[str | Path]
 
 
 def _prompt(
-    directory: Path,
-    architecture: str,
-    text: str,
-    images: list[str | Path],
-    sounds: list[str | Path],
-    words: _Tokens,
-    chat: bool,
+    words: _Tokens, architecture: str, text: str, images: list[str | Path], sounds: list[str | Path], chat: bool
 ) -> tuple[list[int], dict[str, np.ndarray]]:
     """The ids of the prompt, and what is seen or heard."""
     if images:
@@ -164,16 +158,16 @@ def _prompt(
         if chat:
             raise UsageError(f"{architecture} {what}, and no chat; leave out chat (--chat)")
         if architecture in classes_of(TRANSCRIBES):
-            made = sound_alone(directory, sounds)
+            made = sound_alone(words.directory, sounds)
         else:
-            text, made = image_alone(directory, images, text)
+            text, made = image_alone(words.directory, images, text)
         return words.encode(text, special=False) if text else [], made
     if not text:
         raise UsageError(_EMPTY)
     if images:
-        return with_images(directory, text, images, chat=chat)
+        return with_images(words.directory, text, images, chat=chat)
     if sounds:
-        return with_sounds(directory, text, sounds, chat=chat)
+        return with_sounds(words.directory, text, sounds, chat=chat)
     return words.chat(text) if chat else words.encode(text), {}
 
 
@@ -237,7 +231,7 @@ class _Tokens:
             from tokenizers.decoders import DecodeStream
         except ImportError as error:
             raise CannotRun("running a model needs tokenizers: pip install 'qbridge[trt]'") from error
-        self._directory = directory
+        self.directory = directory
         try:
             self._tokenizer = Tokenizer.from_file(str(directory / TOKENIZER_JSON))
         except Exception as error:  # tokenizers raises bare exceptions
@@ -257,14 +251,14 @@ class _Tokens:
         """The ids of a chat in which a user said `text`, up to where the answer begins."""
         from bridge.sources.live_models.loading import load_tokenizer  # transformers renders templates in a sandbox
 
-        tokenizer = load_tokenizer(None, self._directory, str(self._directory))
+        tokenizer = load_tokenizer(None, self.directory, str(self.directory))
         if not getattr(tokenizer, "chat_template", None):
-            raise UsageError(f"{self._directory}: the tokenizer has no chat template; leave out chat (--chat)")
+            raise UsageError(f"{self.directory}: the tokenizer has no chat template; leave out chat (--chat)")
         said = [{"role": "user", "content": text}]
         try:
             rendered = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise errors of their own
-            raise SourceError(f"{self._directory}: the chat template refused the text: {error}") from error
+            raise SourceError(f"{self.directory}: the chat template refused the text: {error}") from error
         return self.encode(str(rendered), special=False)
 
     def step(self, token: int) -> str:

@@ -247,8 +247,7 @@ def verify(
     saved = directory / CALIBRATION
     calibration = Calibration.load(saved) if saved.exists() and data is None else None
     with clock.stage("verify"):
-        prepare = data_to_compare if data is None else data_of
-        prepared = None if calibration and calibration.held_out else prepare(source, data)
+        prepared = None if calibration and calibration.held_out else data_to_compare(source, data)
         proof = prove(
             directory, manifest, source, calibration, callback_of(progress), OutputCheck(prepared, rerun=True)
         )

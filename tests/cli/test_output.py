@@ -85,11 +85,11 @@ def test_calibration_on_the_embedded_text_is_told_where_it_is_made(
     monkeypatch.setattr(conversion, "calibrate", lambda *_: made)
     asked = conversion.Request(str(MODEL), "hf", "fp8", tmp_path / "out")
     resolved = conversion.resolve(asked.source(), asked)
-    decisions = conversion._decide(asked, resolved, "", False, conversion.Clock())
+    decisions = conversion._decide(resolved, "", False, conversion.Clock())
     words = r"Python's documentation.*data= \(--data FILE\)"
     with nullcontext() if left else pytest.warns(BridgeWarning, match=words), warnings.catch_warnings():
         warnings.simplefilter("error" if left else "always")
-        assert conversion._calibration(asked, resolved, decisions, tmp_path, conversion.Clock()) == made
+        assert conversion._calibration(resolved, decisions, tmp_path, conversion.Clock(), None) == made
 
 
 def test_a_command_is_only_for_what_passed_and_lies_here() -> None:
