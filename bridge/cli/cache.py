@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from bridge.cli.terminal import Terminal
 from bridge.cli.verb import no_bars, verb
@@ -25,7 +24,7 @@ def cache(terminal: Terminal, clear: bool) -> None:
     entries = cache.clear() if clear else cache.entries()
     if terminal.json:
         keys = ("kind", "what", "key", "bytes", "used", "path")
-        rows = [{key: _plain(getattr(entry, key)) for key in keys} for entry in entries]
+        rows = [{key: getattr(entry, key) for key in keys} for entry in entries]
         terminal.print_json({"removed": rows} if clear else rows)
         return
     if entries and not clear:
@@ -51,7 +50,3 @@ def age(seconds: float) -> str:
         if seconds >= unit:
             return f"{number(int(seconds // unit), word)} ago"
     return "now"
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value

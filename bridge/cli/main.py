@@ -55,18 +55,7 @@ app = Verbs(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.params.append(
-    click.Option(
-        ["--version"], is_flag=True, is_eager=True, expose_value=False, help="print the version and exit",
-        callback=lambda ctx, _param, asked: _print_version(ctx, asked),
-    )
-)  # fmt: skip
-
-
-def _print_version(ctx: click.Context, asked: bool) -> None:
-    if asked:
-        click.echo(f"qbridge {__version__}")
-        ctx.exit()
+click.version_option(__version__, message="qbridge %(version)s", help="print the version and exit")(app)
 
 
 def main() -> None:

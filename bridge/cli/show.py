@@ -39,7 +39,6 @@ from bridge.targets.manifest import manifest_data
 MODEL = LANGUAGE[0]  # whose KL divergence a list of schemes has
 SUMMARY = 68  # characters of a summary, so that a row has at most 120
 WEIGHTS_ONLY = ", activations unquantized"  # which the column of inputs says
-LISTS = ("schemes", "targets", "architectures", "runtimes")
 Description = tuple[Any, list[RenderableType]]  # plain data for --json, and what is printed without it
 
 
@@ -48,8 +47,7 @@ def describe(what: str, every: bool = False, dialect: str | None = None) -> Desc
     if dialect:
         return _merged(what, dialect, every)
     if what in LISTS:
-        lists = {"schemes": _schemes, "targets": _targets, "architectures": _architectures, "runtimes": _runtimes}
-        return lists[what]()
+        return LISTS[what]()
     check_length(what)
     path = written_at(what)
     if path.is_dir():
@@ -109,6 +107,9 @@ def _runtimes() -> Description:
         data.append(plain(runtime))
     note = "Each is a file of mappings/runtimes, which names the run or the source that shows it."
     return data, [Columns(("--for", "program", "what it loads", "schemes"), rows), "", note]
+
+
+LISTS = {"schemes": _schemes, "targets": _targets, "architectures": _architectures, "runtimes": _runtimes}
 
 
 def architectures() -> dict[str, list[str]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import click
 from click.shell_completion import CompletionItem
@@ -21,43 +20,31 @@ SECTIONS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class TargetOption:
-    """An option of one target, as its `Options` declares it."""
-
-    target: str
-    name: str
-    kind: type
-    help: str
-
-    @property
-    def names(self) -> str:
-        dashed = self.name.replace("_", "-")
-        return f"--{dashed}/--no-{dashed}" if self.kind is bool else f"--{dashed}"
-
-
-def target_options() -> list[TargetOption]:
-    """Every option of every target, by target."""
+def target_options() -> dict[str, dict[str, Flag]]:
+    """The options of every target, as its `Options` declares them."""
     from bridge.targets import load_target, target_names
 
-    found = []
+    found = {}
     for target in target_names():
         options = load_target(target).Options
         types = get_type_hints(options)
-        for entry in dataclasses.fields(options):
-            text = entry.metadata.get("help", "")
-            default = str(entry.default).lower() if isinstance(entry.default, bool) else entry.default
-            text += "" if default is None else f"; default: {default}"
-            kinds = (types[entry.name], *get_args(types[entry.name]))  # of `int | None`, for example
-            kind = next(kind for kind in (bool, int, float, str) if kind in kinds)
-            found.append(TargetOption(target, entry.name, kind, text))
+        found[target] = {entry.name: _flag(entry, types[entry.name]) for entry in dataclasses.fields(options)}
     return found
+
+
+def _flag(entry: dataclasses.Field[Any], type_: Any) -> Flag:
+    default = str(entry.default).lower() if isinstance(entry.default, bool) else entry.default
+    text = entry.metadata.get("help", "") + ("" if default is None else f"; default: {default}")
+    kinds = (type_, *get_args(type_))  # of `int | None`, for example
+    kind = next(kind for kind in (bool, int, float, str) if kind in kinds)
+    dashed = entry.name.replace("_", "-")
+    return Flag(text, kind, names=f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}")
 
 
 def target_flags() -> list[click.Parameter]:
     """One flag for the options of all targets that share a name; hidden, since the help lists it by target."""
-    options = {option.name: option for option in target_options()}
-    return [parameter(name, Flag("", option.kind, names=option.names), hidden=True) for name, option in options.items()]
+    flags = {name: flag for options in target_options().values() for name, flag in options.items()}
+    return [parameter(name, flag, hidden=True) for name, flag in flags.items()]
 
 
 def _target_of(name: str | None) -> str | None:
@@ -79,9 +66,14 @@ class TargetCommand(click.Command):
         if not incomplete.startswith("-"):
             return offered
         chosen = _target_of(ctx.params.get("target"))
-        options = [option for option in target_options() if chosen in (None, option.target)]
-        flags = {name: option.help for option in options for name in option.names.split("/")}
-        return offered + [CompletionItem(name, help=flags[name]) for name in flags if name.startswith(incomplete)]
+        flags = [
+            flag
+            for target, options in target_options().items()
+            for flag in options.values()
+            if chosen in (None, target)
+        ]
+        helps = {name: flag.help for flag in flags for name in flag.names.split("/")}
+        return offered + [CompletionItem(name, help=helps[name]) for name in helps if name.startswith(incomplete)]
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Arguments stand in the sections."""
@@ -92,9 +84,10 @@ class TargetCommand(click.Command):
         for title, names in SECTIONS.items():
             _section(ctx, formatter, title, [shown.pop(name) for name in names if name in shown])
         _section(ctx, formatter, "Run and print", list(shown.values()))
-        for target, options in itertools.groupby(target_options(), lambda option: option.target):
-            with formatter.section(f"Options of --target {target}"):
-                formatter.write_dl([(_usage(option), option.help) for option in options])
+        for target, options in target_options().items():
+            if options:
+                with formatter.section(f"Options of --target {target}"):
+                    formatter.write_dl([(_usage(flag), flag.help) for flag in options.values()])
 
 
 def _section(ctx: click.Context, formatter: click.HelpFormatter, title: str, params: list[click.Parameter]) -> None:
@@ -103,8 +96,8 @@ def _section(ctx: click.Context, formatter: click.HelpFormatter, title: str, par
             formatter.write_dl(records)
 
 
-def _usage(option: TargetOption) -> str:
+def _usage(flag: Flag) -> str:
     """`--shard-size <str>`, in the manner of the parser's own help."""
-    if option.kind is bool:
-        return f"--[no-]{option.name.replace('_', '-')}"
-    return f"{option.names} <{option.kind.__name__}>"
+    if flag.kind is bool:
+        return f"--[no-]{flag.names.partition('/')[0].removeprefix('--')}"
+    return f"{flag.names} <{flag.kind.__name__}>"

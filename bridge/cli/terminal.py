@@ -6,7 +6,6 @@ once, and an unexpected error is shown with the last lines of it, so that nothin
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import os
@@ -15,8 +14,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -75,12 +74,16 @@ class Terminal:
 
         self.print(json.dumps(data, indent=2, default=str))
 
-    def finish(self, result: Any, table: Any, code: int = BELOW) -> None:
-        """Print a result as JSON or as `table`, and exit with `code` unless it passed."""
+    def show(self, json: Callable[[], str], *tables: Any) -> None:
+        """Print a result as JSON or as tables, or nothing with --quiet."""
         if self.json:
-            self.print(result.to_json())
+            self.print(json())
         elif not self.quiet:
-            self.print(table)
+            self.print(*tables)
+
+    def finish(self, result: Any, table: Any, code: int = BELOW) -> None:
+        """Print a result, and exit with `code` unless it passed."""
+        self.show(result.to_json, table)
         if not result.passed:
             raise Exit(code)
 
@@ -112,8 +115,8 @@ def session(*, debug: bool = False, quiet: bool = False, silent: bool = False) -
     except BridgeError as error:
         if debug:
             traceback.print_exc(file=err)
-        told = error.reported_elsewhere
-        problem = "" if told else "\n  ".join([f"{type(error).__name__}: {error}", *notes_of(error)])
+        if not error.reported_elsewhere:
+            problem = "\n  ".join([f"{type(error).__name__}: {error}", *notes_of(error)])
         code = error.exit_code
     except (KeyboardInterrupt, Stopped) as stop:
         problem, code = _stopped(stop)
@@ -214,9 +217,7 @@ def _redirected(log: TextIO, debug: bool) -> Iterator[None]:
     if not debug:
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(log))
-        stack.enter_context(contextlib.redirect_stderr(log))
+    with redirect_stdout(log), redirect_stderr(log), ExitStack() as stack:
         if not debug:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -226,10 +227,5 @@ def _redirected(log: TextIO, debug: bool) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _bars(err: TextIO, quiet: bool) -> Iterator[Progress]:
-    if quiet or not err.isatty():
-        yield no_progress
-    else:
-        with bars(err) as progress:
-            yield progress
+def _bars(err: TextIO, quiet: bool) -> AbstractContextManager[Progress]:
+    return nullcontext(no_progress) if quiet or not err.isatty() else bars(err)

@@ -153,10 +153,7 @@ def search(terminal: Terminal, scores: Path | None, overwrite: bool, **given: An
         check_file_free(scores, overwrite, "a file of scores", ".safetensors")
     result = bridge.search(budget=budget, **given, progress=terminal.progress)
     path = str(result.scores.save(scores)) if scores is not None and result.scores else ""
-    if terminal.json:
-        terminal.print(result.to_json(path))
-    elif not terminal.quiet:
-        terminal.print(searched_table(result, path))
+    terminal.show(lambda: result.to_json(path), searched_table(result, path))
 
 
 @verb(
@@ -180,10 +177,7 @@ def sensitivity(terminal: Terminal, out: Path | None, overwrite: bool, **given: 
     result = bridge.sensitivity(**given, progress=terminal.progress)
     if out is not None:
         result.save(out, overwrite)
-    if terminal.json:
-        terminal.print(result.to_json())
-    elif not terminal.quiet:
-        terminal.print(result, *([f"written: {out}"] if out else []))
+    terminal.show(result.to_json, result, *([f"written: {out}"] if out else []))
 
 
 @verb(
@@ -201,10 +195,7 @@ def inspect(terminal: Terminal, worst: int, **given: Any) -> None:
     from bridge.workflows.inspect.result import inspection_table
 
     seen = bridge.inspect(**given, progress=terminal.progress)
-    if terminal.json:
-        terminal.print(seen.to_json())
-    elif not terminal.quiet:
-        terminal.print(inspection_table(seen, worst, given["out"]))
+    terminal.show(seen.to_json, inspection_table(seen, worst, given["out"]))
     if not seen.finite:
         raise Exit(BELOW)
 
