@@ -5,6 +5,7 @@ HiGHS, which chooses the formats of `sensitivity`, does not fit here: the size o
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -37,8 +38,9 @@ def least_costs(
     """
     best: list[tuple[float, Chosen]] = []  # a heap, the costliest first
     orders = [sorted(range(len(each)), key=each.__getitem__) for each in costs]
+    whole = (0,) * len(costs)
     smallest = tuple(
-        min(range(len(each)), key=lambda at, dim=dim: size(_one(len(costs), dim, at)))  # type: ignore[misc]
+        min(range(len(each)), key=lambda at, dim=dim: size(_moved(whole, dim, at)))  # type: ignore[misc]
         for dim, each in enumerate(costs)
     )
 
@@ -78,14 +80,10 @@ def _moved(chosen: Chosen, dim: int, by: int) -> Chosen:
     return tuple(at + by * (number == dim) for number, at in enumerate(chosen))
 
 
-def _one(count: int, dim: int, at: int) -> Chosen:
-    return tuple(at if number == dim else 0 for number in range(count))
-
-
 class Rounds:
     """Candidates of one search: what is tried, in which order. `least`: the size of the smallest one."""
 
-    def __init__(self, whole: Cut, ladders: Sequence[Ladder], sizer: Sizer, limit: int) -> None:
+    def __init__(self, whole: Cut, ladders: Sequence[Ladder], sizer: Sizer, limit: float) -> None:
         self._whole, self._ladders, self._sizer, self._limit = whole, ladders, sizer, limit
         self._tried: dict[_Sizes, Tried] = {}
         self._singles: list[list[float]] = []
@@ -165,12 +163,8 @@ class Rounds:
             whole = self._whole.before[dim]
             unit = multiple_of(dim, whole) if dim in WIDE else 1
             sizes = [{**keep, dim: more} for more in range(size + unit, whole, unit)]
-            low, high = 0, len(sizes)  # sizes rise: the last that fits lies between
-            while low < high:
-                middle = (low + high) // 2
-                low, high = (middle + 1, high) if self._size(sizes[middle]) <= self._limit else (low, middle)
-            if low:
-                yield sizes[low - 1]
+            if fitting := bisect.bisect_right(sizes, self._limit, key=self._size):  # sizes rise
+                yield sizes[fitting - 1]
 
     def _keep(self, chosen: Chosen) -> dict[str, int]:
         """The sizes of a choice: of heads that two ladders name, the fewer."""

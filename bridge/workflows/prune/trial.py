@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from bridge.calibration.data import Data
 from bridge.core.errors import CalibrationError, warn
@@ -15,6 +16,10 @@ from bridge.sources.pruned.scores import Scores
 from bridge.sources.pruned.source import PrunedSource
 from bridge.verification.finite import first_not_finite
 from bridge.workflows.prune.sizes import Keep
+from bridge.workflows.prune.verbs import compared
+
+if TYPE_CHECKING:
+    from bridge.calibration.importance.measure import Measured
 
 # Differences of loss between two sizes of tiny-llama spread by 1.3 to 1.5 nats a token: 2,000 tokens tell costs apart
 # that differ by 0.03 nats, 3 % of perplexity. Without samples= a search has 10,000.
@@ -62,7 +67,8 @@ class Trial:
         if given is None and self._importance == "weights":
             self._scores = Scores(weight_scores(self._every), "weights", whole.source.fingerprint)
         elif given is None and not self._repair:
-            self._scores, perplexity = self._scored(replace(self._scoring, held_out=self._measuring.held_out))
+            made = self._measured(self._every, replace(self._scoring, held_out=self._measuring.held_out))
+            self._scores, perplexity = self._scores_of(made), made.perplexity
         if perplexity is None:
             perplexity = perplexity_of(whole.source, structure_of(whole.source), self._measuring, self._device)
         if perplexity is None or not math.isfinite(perplexity):
@@ -74,44 +80,34 @@ class Trial:
             )
         self.perplexity = perplexity
 
-    def _scored(self, data: Data) -> tuple[Scores, float | None]:
-        """The scores of all dims in one run, and the perplexity of the whole model on what the data hold out."""
+    def _measured(self, cut: Cut, data: Data) -> Measured:
+        """Run the whole model for the scores of a cut, and repair that."""
         from bridge.calibration.importance.measure import measure_scores
 
-        source = self._whole.source
-        made = measure_scores(self._every, structure_of(source), data, importance=self._importance, device=self._device)
-        return Scores(made.scores, self._importance, source.fingerprint, data.digest), made.perplexity
+        return measure_scores(
+            cut, structure_of(cut.source), data, importance=self._importance, repair=self._repair, device=self._device
+        )
+
+    def _scores_of(self, made: Measured) -> Scores:
+        return Scores(made.scores, self._importance, self._whole.source.fingerprint, self._data.digest)
 
     def model(self, keep: Keep) -> PrunedSource:
         """The smaller model; a repair takes a run."""
-        if self._scores:
-            return self._whole.to(keep).pruned(self._scores.scores)
-        return self._repaired(keep, replace(self._scoring, held_out=()))[0]
-
-    def _repaired(self, keep: Keep, data: Data) -> tuple[PrunedSource, float | None]:
-        from bridge.calibration.importance.measure import measure_scores
-
         cut = self._whole.to(keep)
-        made = measure_scores(
-            cut, structure_of(cut.source), data, importance=self._importance, repair=True, device=self._device
-        )
-        return cut.pruned(made.scores, repaired=made.repaired), made.perplexity
+        if self._scores:
+            return cut.pruned(self._scores.scores)
+        made = self._measured(cut, replace(self._scoring, held_out=()))
+        return cut.pruned(made.scores, repaired=made.repaired)
 
     def result(self, keep: Keep) -> tuple[PrunedSource, Scores | None]:
         """The smaller model as `pruned` makes it, with all rows of the data, and its scores; None after a repair."""
-        from bridge.calibration.importance.measure import perplexity_of
-
         if self._given:
             return self.model(keep), self._scores
-        scores, before = None, None
-        if self._repair:
-            smaller, before = self._repaired(keep, self._data)
-        else:
-            scores, before = self._scored(self._data)
-            smaller = self._whole.to(keep).pruned(scores.scores)
-        after = perplexity_of(smaller, structure_of(smaller), self._data, self._device)
-        smaller.perplexity = () if before is None or after is None else (before, after)
-        return smaller, scores
+        cut = self._whole.to(keep)
+        made = self._measured(cut if self._repair else self._every, self._data)
+        smaller = cut.pruned(made.scores, repaired=made.repaired)
+        scores = None if self._repair else self._scores_of(made)
+        return compared(smaller, made.perplexity, self._data, self._device), scores
 
     def cost(self, keep: Keep) -> float:
         """The rise of the next-token loss, nats a token; infinite if the smaller model gives no number."""

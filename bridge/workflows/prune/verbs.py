@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from bridge.api.plans import plan
 from bridge.api.request import data_of, unwarned_data_of
 from bridge.api.sensitivity.budget import is_automatic
 from bridge.api.verbs import convert
 from bridge.api.words import SchemeName, TargetName, TargetOptions
-from bridge.calibration.data import Sampling
+from bridge.calibration.data import Data, Sampling
 from bridge.core.errors import CalibrationError, UsageError, warn
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
@@ -29,9 +29,6 @@ from bridge.sources.pruned.source import PrunedSource
 from bridge.sources.pruned.sparse import check_sparse
 from bridge.sources.source import Source
 from bridge.verification.verify import RUN_BYTES_PER_VALUE
-
-if TYPE_CHECKING:
-    from bridge.calibration.importance.measure import Measured
 
 SAMPLES, SEQUENCE = 64, 256  # 16 rows keep 93 % of the same channels
 IMPORTANCE = ("output", "minitron", "weights")
@@ -109,15 +106,20 @@ def pruned(
         from bridge.sources.pruned.weight_scores import weight_scores
 
         return cut.pruned({**weight_scores(cut), **tokens}, by_importance)
-    prepared = data_of(source, data, sampling_of(source, samples, sequence, field))
-    made = _measured(cut, prepared, str(importance), repair, by_importance, device, progress)
-    smaller = cut.pruned({**made.scores, **tokens}, by_importance, made.repaired)
-    if made.perplexity is not None and not tokens:  # with other tokens it is another figure
-        from bridge.calibration.importance.measure import perplexity_of
+    from bridge.calibration.importance.measure import measure_scores
 
-        after = perplexity_of(smaller, structure_of(smaller), prepared, device)
-        smaller.perplexity = (made.perplexity, after) if after is not None else ()
-    return smaller
+    prepared = data_of(source, data, sampling_of(source, samples, sequence, field))
+    made = measure_scores(
+        cut, structure_of(source), prepared, importance=str(importance), repair=repair, by_importance=by_importance,
+        device=device, progress=callback_of(progress),
+    )  # fmt: skip
+    if made.thin:
+        warn(
+            f"{number(len(made.thin), 'expert')} had too few tokens to be repaired, and keep their values; give more "
+            "samples= (--samples)"
+        )
+    smaller = cut.pruned({**made.scores, **tokens}, by_importance, made.repaired)
+    return smaller if tokens else compared(smaller, made.perplexity, prepared, device)  # of other tokens another figure
 
 
 def check_choice(
@@ -205,29 +207,6 @@ def given_scores(importance: str | Scores | Path) -> Scores | None:
     raise UsageError(f"importance={importance!r} (--importance): unknown; {nearest(str(importance), IMPORTANCE)}")
 
 
-def _measured(
-    cut: Cut,
-    data: Any,
-    importance: str,
-    repair: bool,
-    by_importance: bool,
-    device: str | None,
-    progress: Progress | bool | None,
-) -> Measured:
-    from bridge.calibration.importance.measure import measure_scores
-
-    made = measure_scores(
-        cut, structure_of(cut.source), data, importance=importance, repair=repair, by_importance=by_importance,
-        device=device, progress=callback_of(progress),
-    )  # fmt: skip
-    if made.thin:
-        warn(
-            f"{number(len(made.thin), 'expert')} had too few tokens to be repaired, and keep their values; give more "
-            "samples= (--samples)"
-        )
-    return made
-
-
 @shows_progress
 def prune(
     model: Any,
@@ -295,7 +274,7 @@ def made_sparse(
     cut, sparse = plan_sparse(source, method)
     if method == "magnitude":
         return cut.pruned({}, sparse=sparse)
-    from bridge.calibration.importance.measure import measure_zeros, perplexity_of
+    from bridge.calibration.importance.measure import measure_zeros
 
     prepared = data_of(source, data, sampling)
     made, before = measure_zeros(
@@ -307,7 +286,13 @@ def made_sparse(
             "alone; give more samples= (--samples)"
         )
     sparser = cut.pruned({}, repaired=made.repaired, sparse=replace(sparse, norms=made.norms))
-    if before is not None:
-        after = perplexity_of(sparser, structure_of(sparser), prepared, device)
-        sparser.perplexity = (before, after) if after is not None else ()
-    return sparser
+    return compared(sparser, before, prepared, device)
+
+
+def compared(smaller: PrunedSource, before: float | None, data: Data, device: str | None) -> PrunedSource:
+    """The model with its perplexity on held-out inputs beside that of the whole model, `before`, if that has one."""
+    from bridge.calibration.importance.measure import perplexity_of
+
+    after = None if before is None else perplexity_of(smaller, structure_of(smaller), data, device)
+    smaller.perplexity = () if before is None or after is None else (before, after)
+    return smaller
