@@ -175,17 +175,17 @@ def _check_predicts(source: Source, role: str) -> None:
 def _check_vocabulary(student: Source, teacher: Source) -> None:
     """TrainingError for ids that mean other text; a model without a tokenizer is taken at its word."""
     own, theirs = vocabulary_of(student), vocabulary_of(teacher)
-    differ = f"a vocabulary of {own:,}, and the teacher {teacher.where} one of {theirs:,}" if own != theirs else ""
-    if not differ:
+    differ = f"a vocabulary of {own:,}, and the teacher {teacher.where} one of {theirs:,}"
+    if own == theirs:
+        differ = f"other tokens for its ids than the teacher {teacher.where}"
         try:
-            same = student.load_tokenizer().get_vocab() == teacher.load_tokenizer().get_vocab()
+            if student.load_tokenizer().get_vocab() == teacher.load_tokenizer().get_vocab():
+                return
         except BridgeError:
             return
-        differ = "" if same else f"other tokens for its ids than the teacher {teacher.where}"
-    if differ:
-        raise TrainingError(
-            f"{student.where} has {differ}: a teacher answers for the same ids; give one with the student's tokenizer"
-        )
+    raise TrainingError(
+        f"{student.where} has {differ}: a teacher answers for the same ids; give one with the student's tokenizer"
+    )
 
 
 def _check_layers(student: Source, teacher: Source, settings: Settings) -> None:
@@ -194,6 +194,5 @@ def _check_layers(student: Source, teacher: Source, settings: Settings) -> None:
         return
     for at, (source, role) in enumerate(((student, "student"), (teacher, "teacher"))):
         have = source.config.get("num_hidden_layers") or source.config.get("n_layer")
-        wrong = [pair[at] for pair in settings.pairs if isinstance(have, int) and pair[at] >= have]
-        if wrong and isinstance(have, int):
+        if isinstance(have, int) and (wrong := [pair[at] for pair in settings.pairs if pair[at] >= have]):
             raise UsageError(f"pairs= (--pairs): the {role} has layers 0 to {have - 1}, and no {wrong[0]}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from bridge.workflows.distill.teacher import (
     Teacher,
     begin_cache,
     missing_shards,
-    write_shards,
+    write_shard,
 )
 from bridge.workflows.distill.train import Trainer, pairs_for
 
@@ -57,8 +57,8 @@ def trained(
     student = _student(job, model, calibration, own)
     split = SplitModel(model, rows.batch([0], own), job.student.where)
     layers = teacher.model.model if isinstance(teacher, LiveTeacher) else None
-    pairs = pairs_for(job.settings, model, layers, own) if layers is not None else []
-    trainer = Trainer(student, split, teacher, rows, job.settings, job.vocabulary, pairs, own, workers)
+    pairs, projection = ((), None) if layers is None else pairs_for(job.settings, model, layers, own)
+    trainer = Trainer(student, split, teacher, rows, job.settings, job.vocabulary, pairs, projection, own, workers)
     trainer.history.teacher_perplexity = perplexity
     if found := load_state(work.directory):
         trainer.restore(*found)
@@ -126,30 +126,25 @@ def _teacher(job: Job, rows: Rows, device: Any, progress: Progress, workers: Wor
     if job.output.cache is None:
         live = _live(job, rows, device)
         return live, perplexity_of(live, rows, job.vocabulary)
+    cache = job.output.cache
     wanted = [*rows.held_out, *(row for step in range(job.settings.steps) for row in drawn(rows, job.settings, step))]
-    missing = missing_shards(job.output.cache, rows, wanted)
-    check_shared(workers, missing, job.output.cache)
-    told: Mapping[str, Any] = job.cached_answers(rows)
+    missing = missing_shards(cache, wanted)
+    check_shared(workers, missing, cache)
     if missing:
         live = _live(job, rows, device)
-        first = workers is None or workers.first
-        if first:
-            begin_cache(job.output.cache, {**told, "perplexity": perplexity_of(live, rows, job.vocabulary)})
+        if workers is None or workers.first:
+            begin_cache(cache, {**job.cached_answers(rows), "perplexity": perplexity_of(live, rows, job.vocabulary)})
         if workers:
             workers.agree("begun")
-        check_shared(workers, (job.output.cache / HEADER).is_file(), job.output.cache)
-        count = [0]
-
-        def tick() -> None:
-            count[0] += 1
-            progress(count[0], len(own), "teacher")
-
+        check_shared(workers, (cache / HEADER).is_file(), cache)
         own = [number for _, number in share_of(missing, workers)]
-        write_shards(job.output.cache, live, rows, job.vocabulary, own, tick)
+        for done, number in enumerate(own, 1):
+            write_shard(cache, live, rows, job.vocabulary, number)
+            progress(done, len(own), "teacher")
         if workers:
             workers.agree("cached")
-        check_shared(workers, missing_shards(job.output.cache, rows, wanted), job.output.cache)
-    cached = CachedTeacher(job.output.cache, rows.ids.shape[1], device)
+        check_shared(workers, missing_shards(cache, wanted), cache)
+    cached = CachedTeacher(cache, rows.ids.shape[1], device)
     return cached, float(cached.header["perplexity"])
 
 
@@ -178,7 +173,6 @@ def perplexity_of(teacher: LiveTeacher, rows: Rows, vocabulary: int) -> float:
 
 def _told(job: Job, trainer: Trainer) -> Distillation:
     history = trainer.history
-    cached = isinstance(trainer.teacher, CachedTeacher)
     return Distillation(
         teacher=job.teacher.where,
         steps=trainer.step,
@@ -188,6 +182,6 @@ def _told(job: Job, trainer: Trainer) -> Distillation:
         losses=tuple(history.losses),
         held_out=tuple(history.held_out),
         teacher_perplexity=history.teacher_perplexity,
-        cache_bytes=trainer.teacher.nbytes if cached else 0,  # type: ignore[attr-defined]
+        cache_bytes=trainer.teacher.nbytes if isinstance(trainer.teacher, CachedTeacher) else 0,
         scheme=job.plan.scheme if job.plan.quantized else "",
     )

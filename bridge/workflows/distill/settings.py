@@ -67,13 +67,10 @@ def pairs_of(pairs: Any) -> str | tuple[tuple[int, int], ...]:
     """Check `pairs=`: "norm", None, or pairs of a student's and a teacher's layer."""
     if pairs is None or pairs == NORM:
         return pairs or ()
-    given = list(pairs) if isinstance(pairs, Sequence) and not isinstance(pairs, str) else [None]
-    checked = []
-    for pair in given:
-        if not (isinstance(pair, Sequence) and len(pair) == 2 and all(type(at) is int and at >= 0 for at in pair)):
-            raise UsageError(
-                f'pairs={pairs!r} (--pairs): expected "norm", None, or pairs of layers, the student\'s first: '
-                "[(1, 2), (3, 5)]"
-            )
-        checked.append((pair[0], pair[1]))
-    return tuple(checked)
+    given: list[Any] = list(pairs) if isinstance(pairs, Sequence) and not isinstance(pairs, str) else [None]
+    if not all(isinstance(pair, Sequence) and [*map(type, pair)] == [int, int] and min(pair) >= 0 for pair in given):
+        raise UsageError(
+            f'pairs={pairs!r} (--pairs): expected "norm", None, or pairs of layers, the student\'s first: '
+            "[(1, 2), (3, 5)]"
+        )
+    return tuple((own, theirs) for own, theirs in given)

@@ -61,9 +61,6 @@ def load_state(directory: Path) -> tuple[int, dict[str, Tensor], History] | None
     with safe_open(found[-1], "pt") as file:
         told: Mapping[str, str] = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    return int(told["step"]), tensors, _history(json.loads(told["history"]))
-
-
-def _history(told: Mapping[str, Any]) -> History:
-    rows = {name: [tuple(row) for row in told[name]] for name in ("losses", "held_out")}
-    return History(**{**told, **rows})
+    history: dict[str, Any] = json.loads(told["history"])
+    rows = {name: [tuple(row) for row in history[name]] for name in ("losses", "held_out")}
+    return int(told["step"]), tensors, History(**history | rows)

@@ -19,7 +19,7 @@ class Student:
     """A model whose parameters are what would be written now.
 
     `model`: of transformers, in float32, this object's own. `stored`: parameter -> its dtype in the checkpoint.
-    `codes`: the quantization of its matrices, None without one.
+    `codes`: the quantization of its matrices, None without one. `masters`: the trained weights, float32.
     """
 
     def __init__(self, model: Any, stored: Mapping[str, Any], codes: Codes | None) -> None:
@@ -28,22 +28,17 @@ class Student:
         self.model, self.codes, self._stored = model, codes, stored
         self.params: dict[str, Any] = dict(model.named_parameters())
         coded = codes.parameters if codes else frozenset()
-        self._masters: dict[str, Tensor] = {
+        self.masters: dict[str, Tensor] = {
             name: param.detach().clone() if name in coded or stored[name] != torch.float32 else param.data
             for name, param in self.params.items()
         }
-
-    @property
-    def masters(self) -> Mapping[str, Tensor]:
-        """The trained weights, float32."""
-        return self._masters
 
     def settle(self) -> None:
         """Let the model run with what would be written of the trained weights."""
         import torch
 
         with torch.no_grad():
-            for name, master in self._masters.items():
+            for name, master in self.masters.items():
                 if self.params[name].data_ptr() != master.data_ptr():
                     self.params[name].copy_(master.to(self._stored[name]))
             if self.codes:
@@ -53,7 +48,7 @@ class Student:
         """The trained weights as parameters of an optimizer; their gradients come from `take_gradients`."""
         import torch
 
-        self._leaves = {name: torch.nn.Parameter(master) for name, master in self._masters.items()}
+        self._leaves = {name: torch.nn.Parameter(master) for name, master in self.masters.items()}
         return list(self._leaves.values())
 
     def take_gradients(self) -> Iterator[Tensor]:
@@ -71,7 +66,7 @@ class Student:
 
         with torch.no_grad():
             for name, param in self.params.items():
-                param.data = self._masters[name].to(self._stored[name])
+                param.data = self.masters[name].to(self._stored[name])
         if self.codes:
             self.codes.remove()
         for name, buffer in self.model.named_buffers():

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,26 +33,9 @@ SHARD = 64  # rows
 NARROW = 1 << 16  # ids below it are stored in two bytes
 
 
-class Reply(Protocol):
-    """What a teacher says of some rows, whose tokens are counted through all rows."""
-
-    def answers(self, at: Tensor) -> Answers:
-        """Log-probabilities for the tokens `at`."""
-
-    def hidden(self, layer: int | None) -> Tensor | None:
-        """Hidden states (tokens, hidden) of a layer, None for those after the last norm; None without a model."""
-
-
-class Teacher(Protocol):
-    """Answers rows of tokens."""
-
-    def reply(self, rows: Sequence[int]) -> Reply:
-        """Answer some rows."""
-
-
 @dataclass(frozen=True)
 class LiveReply:
-    """Answers of a running model, computed on demand."""
+    """Answers of a running model for some rows, computed on demand. Tokens are counted through all rows."""
 
     model: SplitModel
     trunk: Trunk
@@ -61,6 +44,7 @@ class LiveReply:
     top_k: int | None
 
     def answers(self, at: Tensor) -> Answers:
+        """Log-probabilities for the tokens `at`."""
         import torch
 
         with torch.no_grad():
@@ -68,7 +52,8 @@ class LiveReply:
             logits = self.model.logits(self.trunk, hidden, self.ids[at])
         return Answers.of(logits, self.temperature, self.top_k)
 
-    def hidden(self, layer: int | None) -> Tensor | None:
+    def hidden(self, layer: int | None) -> Tensor:
+        """Hidden states (tokens, hidden) of a layer, None for those after the last norm."""
         hidden = self.trunk.last if layer is None else self.trunk.layer(layer)
         return hidden.flatten(0, 1)
 
@@ -102,9 +87,6 @@ class CacheReply:
 
     def answers(self, at: Tensor) -> Answers:
         return Answers(self.logprob[at].float(), self.index[at].long())
-
-    def hidden(self, layer: int | None) -> None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -142,6 +124,10 @@ class CachedTeacher:
         return CacheReply(index.to(self.device), logprob.to(self.device))
 
 
+Teacher = LiveTeacher | CachedTeacher
+Reply = LiveReply | CacheReply
+
+
 def shard_of(directory: Path, number: int) -> Path:
     return directory / f"rows-{number:05d}.safetensors"
 
@@ -176,24 +162,20 @@ def begin_cache(directory: Path, expected: Mapping[str, Any]) -> None:
     write_whole(directory / HEADER, (json.dumps(dict(expected), indent=2) + "\n").encode())
 
 
-def missing_shards(directory: Path, rows: Rows, wanted: Iterable[int]) -> list[int]:
+def missing_shards(directory: Path, wanted: Iterable[int]) -> list[int]:
     """The shards of wanted rows that are not there, by number."""
     numbers = sorted({row // SHARD for row in wanted})
     return [number for number in numbers if not shard_of(directory, number).is_file()]
 
 
-def write_shards(
-    directory: Path, teacher: LiveTeacher, rows: Rows, vocabulary: int, numbers: Sequence[int], tick: Callable[[], None]
-) -> None:
-    """Run the teacher over the rows of some shards."""
-    for number in numbers:
-        parts = [
-            _answered(teacher, row, rows.ids.shape[1], vocabulary)
-            for row in range(number * SHARD, min((number + 1) * SHARD, len(rows.ids)))
-        ]
-        arrays = {name: np.stack([part[name] for part in parts]) for name in ("index", "logprob")}
-        write_whole(shard_of(directory, number), file_pieces(arrays, {"sha256": _digest(arrays)}))
-        tick()
+def write_shard(directory: Path, teacher: LiveTeacher, rows: Rows, vocabulary: int, number: int) -> None:
+    """Run the teacher over the rows of a shard."""
+    parts = [
+        _answered(teacher, row, rows.ids.shape[1], vocabulary)
+        for row in range(number * SHARD, min((number + 1) * SHARD, len(rows.ids)))
+    ]
+    arrays = {name: np.stack([part[name] for part in parts]) for name in ("index", "logprob")}
+    write_whole(shard_of(directory, number), file_pieces(arrays, {"sha256": _digest(arrays)}))
 
 
 def check_shard(path: Path) -> None:
@@ -222,9 +204,8 @@ def _answered(teacher: LiveTeacher, row: int, length: int, vocabulary: int) -> d
     """The answers for one row: ids and log-probabilities (tokens, k)."""
     import torch
 
-    reply, found = teacher.reply([row]), []
-    for part in chunks(length, vocabulary):
-        found.append(reply.answers(torch.arange(part.start, part.stop)))
+    reply = teacher.reply([row])
+    found = [reply.answers(torch.arange(part.start, part.stop)) for part in chunks(length, vocabulary)]
     kind = np.uint16 if vocabulary <= NARROW else np.int32
     index = [answers.index.cpu().numpy().astype(kind) for answers in found if answers.index is not None]
     logprob = [answers.logprob.half().cpu().numpy() for answers in found]

@@ -18,29 +18,28 @@ from bridge.workflows.distill.losses import divergence, hidden_error, next_token
 from bridge.workflows.distill.settings import Settings
 from bridge.workflows.distill.state import History
 from bridge.workflows.distill.student import Student
-from bridge.workflows.distill.teacher import Reply, Teacher
+from bridge.workflows.distill.teacher import LiveReply, Reply, Teacher
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_GRADIENT = 1.0
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps of a weight
 SHARED = 4 << 20  # values of gradients that processes exchange at once: each holds them some four times
 LEAST = 1e-4  # nats a token: a smaller rise is none
 NOISE = 1.1  # of the KL on some rows, from one choice of weights to another as good
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Hidden states that are compared: after a layer of each, None after the last norm."""
-
-    student: int | None
-    teacher: int | None
-    projection: Any
+Pair = tuple[int | None, int | None]  # a student's and a teacher's layer, None after the last norm
 
 
 @dataclass
 class Trainer:
-    """A student, its teacher and its optimizer. `workers`: processes that share each batch."""
+    """A student, its teacher and its optimizer.
+
+    `pairs`: hidden states that are compared; `projection`: of the student's to the teacher's width, None where the
+    widths agree. `workers`: processes that share each batch.
+    """
 
     student: Student
     split: SplitModel
@@ -49,6 +48,7 @@ class Trainer:
     settings: Settings
     vocabulary: int
     pairs: Sequence[Pair]
+    projection: Any
     device: Any
     workers: Workers | None = None
     history: History = field(default_factory=History)
@@ -58,8 +58,7 @@ class Trainer:
         import torch
 
         self._weights = self.student.trainable()
-        shared = [p for pair in self.pairs if pair.projection for p in pair.projection.parameters()]
-        self._projected = [*{id(p): p for p in shared}.values()]  # one Linear for all pairs
+        self._projected: list[Any] = [*self.projection.parameters()] if self.projection else []
         self._optimizer = torch.optim.AdamW([*self._weights, *self._projected], lr=self.settings.lr, weight_decay=0.0)
 
     def run(self, save: Callable[[Trainer], None], progress: Callable[[int], None]) -> None:
@@ -79,16 +78,17 @@ class Trainer:
             if self.step % settings.save_every == 0 or self.step == settings.steps:
                 save(self)
 
+    def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        names = [*self.student.masters, *(f"projection.{at}" for at in range(len(self._projected)))]
+        return zip(names, [*self._weights, *self._projected], strict=True)
+
     def tensors(self) -> dict[str, Tensor]:
         """Everything that the next step needs."""
-        names = [*self.student.masters, *(f"projection.{at}" for at in range(len(self._projected)))]
         found: dict[str, Tensor] = {}
-        for name, weight in zip(names, [*self._weights, *self._projected], strict=True):
-            found[f"weight/{name}"] = weight
+        for name, weight in self._named_weights():
             state = self._optimizer.state.get(weight, {})
-            for key in ("exp_avg", "exp_avg_sq", "step"):
-                if key in state:
-                    found[f"{key}/{name}"] = state[key]
+            found[f"weight/{name}"] = weight
+            found |= {f"{key}/{name}": state[key] for key in MOMENTS if key in state}
         return found
 
     def restore(self, step: int, tensors: Mapping[str, Tensor], history: History) -> None:
@@ -96,11 +96,10 @@ class Trainer:
         import torch
 
         self.step, self.history = step, history
-        names = [*self.student.masters, *(f"projection.{at}" for at in range(len(self._projected)))]
         with torch.no_grad():
-            for name, weight in zip(names, [*self._weights, *self._projected], strict=True):
+            for name, weight in self._named_weights():
                 weight.copy_(tensors[f"weight/{name}"])
-                keys = [key for key in ("exp_avg", "exp_avg_sq", "step") if f"{key}/{name}" in tensors]
+                keys = [key for key in MOMENTS if f"{key}/{name}" in tensors]
                 moved = {key: tensors[f"{key}/{name}"].to("cpu" if key == "step" else weight.device) for key in keys}
                 self._optimizer.state[weight] = moved
 
@@ -170,7 +169,7 @@ class Trainer:
         import torch
 
         batch = self.rows.batch(rows, self.device)
-        layers = any(pair.student is not None for pair in self.pairs)
+        layers = any(own is not None for own, _ in self.pairs)
         trunk, reply = self.split.trunk(batch, layers), self._reply(rows)
         kept = batch["attention_mask"].flatten().nonzero().flatten()
         hidden = trunk.last.flatten(0, 1)
@@ -183,7 +182,7 @@ class Trainer:
             loss = divergence(self.split.logits(trunk, leaf[at], ids[at]), answers, self.settings.temperature).sum()
             torch.autograd.backward(loss / tokens)
             kl += float(loss.detach()) / tokens
-        errors = [self._hidden_loss(pair, trunk, reply, kept) / tokens for pair in self.pairs]
+        errors = [self._hidden_loss(*pair, trunk, reply, kept) / tokens for pair in self.pairs]
         pairs = torch.stack(errors).sum() if errors else torch.zeros((), device=hidden.device)
         balance = self._balance(kl, float(pairs.detach()))
         roots = [(hidden, leaf.grad), *([(pairs * balance, None)] if errors and balance else [])]
@@ -202,12 +201,14 @@ class Trainer:
         sums = self._summed({"sums": torch.tensor([kl, pairs], dtype=torch.float64)})["sums"]
         return float(sums[0] / sums[1]) if sums[1] > 0 else 0.0
 
-    def _hidden_loss(self, pair: Pair, trunk: Trunk, reply: Reply, kept: Tensor) -> Tensor:
-        own = trunk.last if pair.student is None else trunk.layer(pair.student)
+    def _hidden_loss(
+        self, student: int | None, teacher: int | None, trunk: Trunk, reply: Reply, kept: Tensor
+    ) -> Tensor:
+        own = trunk.last if student is None else trunk.layer(student)
+        assert isinstance(reply, LiveReply), "pairs need a teacher that runs"
         with self._teaching():
-            theirs = reply.hidden(pair.teacher)
-        assert theirs is not None, "pairs need a teacher that runs"
-        return hidden_error(own.flatten(0, 1)[kept], theirs[kept], pair.projection).sum()
+            theirs = reply.hidden(teacher)
+        return hidden_error(own.flatten(0, 1)[kept], theirs[kept], self.projection).sum()
 
     def _summed(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Sums over processes, in their order: the same everywhere."""
@@ -267,22 +268,14 @@ def pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield group
 
 
-def pairs_for(settings: Settings, student: Any, teacher: Any, device: Any) -> list[Pair]:
-    """The pairs of hidden states, with a Linear where widths differ; its first weights follow from the seed."""
+def pairs_for(settings: Settings, student: Any, teacher: Any, device: Any) -> tuple[Sequence[Pair], Any]:
+    """The pairs of hidden states, and a Linear where widths differ; its first weights follow from the seed."""
     import torch
 
-    chosen: list[tuple[int | None, int | None]] = [(None, None)]
-    if not isinstance(settings.pairs, str):
-        chosen = [*settings.pairs]
-    own, theirs = (hidden_size(model) for model in (student, teacher))
-    projection = None
-    if chosen and own != theirs:
-        with torch.random.fork_rng([]):
-            torch.manual_seed(settings.seed)
-            projection = torch.nn.Linear(own, theirs, bias=False).to(device)
-    return [Pair(a, b, projection) for a, b in chosen]
-
-
-def hidden_size(model: Any) -> int:
-    """The width of the states that a model's head reads."""
-    return int(model.get_output_embeddings().weight.shape[-1])
+    pairs: Sequence[Pair] = [(None, None)] if isinstance(settings.pairs, str) else settings.pairs
+    own, theirs = (int(model.get_output_embeddings().weight.shape[-1]) for model in (student, teacher))
+    if not pairs or own == theirs:
+        return pairs, None
+    with torch.random.fork_rng([]):
+        torch.manual_seed(settings.seed)
+        return pairs, torch.nn.Linear(own, theirs, bias=False).to(device)

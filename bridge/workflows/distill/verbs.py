@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -119,10 +120,7 @@ def distill(
         if kept:
             check_cache(kept, job.cached_answers(rows))
         given: dict[str, Any] = {"verify": verify, "resume": resume}
-
-        def statistics() -> Calibration | None:
-            return _statistics(job, data, field, device, callback)
-
+        statistics = partial(_statistics, job, data, field, device, callback)
         return _written(job, rows, statistics, given, device, callback, group)
 
 
