@@ -64,7 +64,7 @@ def load_distillation_config(config_path: str | Path | None, student_cfg: Any, t
     from bridge.calibration.modelopt import part
     from bridge.compat.nemo_losses import HiddenStateCosineLoss, LogitsKLLoss, LossBalancer, Projection
 
-    config = DistillationConfig(**_fields(Path(config_path))) if config_path else DistillationConfig()
+    config = _read(Path(config_path)) if config_path else DistillationConfig()
     if not config_path:
         warn("no distillation config was given: only logits are compared")
     config.criterion = {}
@@ -173,18 +173,17 @@ def get_tensor_shapes_adjust_fn_for_distillation(
     return adjust
 
 
-def _fields(path: Path) -> dict[str, Any]:
-    """The fields in a YAML file."""
+def _read(path: Path) -> DistillationConfig:
+    """The config whose fields a YAML file has."""
     import yaml
 
     try:
         told = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(told, dict):
             raise TypeError(f"it holds {type(told).__name__}, no fields")
-        DistillationConfig(**told)
+        return DistillationConfig(**told)
     except (OSError, TypeError, yaml.YAMLError) as error:
         raise UsageError(f"{path}: no distillation config can be read from it: {error}") from error
-    return told
 
 
 def _on_this_stage(name: str, config: Any) -> str:

@@ -88,12 +88,12 @@ def _compare_rows(
             factor = output.rows(scale, first // down, -(-stop // down), blocks.shape[0], buffers)
         sums = comparer.rows(bits, stored, factor)
         if step.format.compensated and not scales.copies(step):
-            if chosen is None:
-                total += _with_chosen_codes(sums, None)
-                continue
-            taken, whole = chosen.rows(first, stop), scales.above(step)
-            value = _chosen_values(bits, rows.spec.dtype, taken, numeric[0], "out_in", whole)
-            sums = _with_chosen_codes(sums, of_chosen.rows(value, stored, factor))
+            others = 0  # codes that are not those that were chosen, if a calibration says which were
+            if chosen is not None:
+                taken, whole = chosen.rows(first, stop), scales.above(step)
+                value = _chosen_values(bits, rows.spec.dtype, taken, numeric[0], "out_in", whole)
+                others = of_chosen.rows(value, stored, factor).not_nearest
+            sums = replace(sums, not_nearest=others)
         total += sums
     return total
 
@@ -125,10 +125,9 @@ def _compare_whole(
         return sums
     chosen = scales.chosen(step, source)
     if chosen is None:
-        return _with_chosen_codes(sums, None)
-    own, numeric = chosen.whole(), step.format.weight[0]
-    value = _chosen_values(bits, rows.spec.dtype, own, numeric, layout, scales.above(step))
-    return _with_chosen_codes(sums, sums_of(value, "float32"))
+        return replace(sums, not_nearest=0)
+    value = _chosen_values(bits, rows.spec.dtype, chosen.whole(), weights[0], layout, scales.above(step))
+    return replace(sums, not_nearest=sums_of(value, "float32").not_nearest)
 
 
 def _chosen_values(
@@ -148,14 +147,6 @@ def _chosen_values(
         scale = values(np.ascontiguousarray(chosen.scales), numeric.scale_dtype) * np.float32(above)
     found = values(own, numeric.dtype, scale, 1, block)
     return transposed(found) if layout == "in_out" else found
-
-
-def _with_chosen_codes(of_source: ErrorSums, of_chosen: ErrorSums | None) -> ErrorSums:
-    """Return the errors against the source, with the codes that are not those that were chosen.
-
-    None: no calibration says which were.
-    """
-    return replace(of_source, not_nearest=of_chosen.not_nearest if of_chosen else 0)
 
 
 def _compare_experts(step: Step, source: Source, output: OutputReader, buffers: Buffers) -> ErrorSums:

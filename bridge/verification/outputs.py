@@ -94,13 +94,13 @@ def output_parity(
     perplexity = mean_perplexity(losses)
     ours = _outputs("source", answers[0], references.source, gate, perplexity, references.source_perplexity)
     if not quantized:
-        return (_judged(ours, "" if ours.relative_l2 <= within else _above(ours.relative_l2, within)),)
+        return (_judged(ours, _above(ours.relative_l2, within)),)
     if references.quantized.size == 0:
         return (ours,)
     theirs = _outputs("modelopt", answers[0], references.quantized, gate, perplexity, references.quantized_perplexity)
     own_error = relative_l2(references.quantized, references.source)
     most = max(own_error * errors, FLOAT_ERROR)
-    return ours, _judged(theirs, theirs.why or ("" if theirs.relative_l2 <= most else _above(theirs.relative_l2, most)))
+    return ours, _judged(theirs, theirs.why or _above(theirs.relative_l2, most))
 
 
 def _centered(rows: np.ndarray) -> np.ndarray:
@@ -113,7 +113,8 @@ def _judged(row: OutputParity, why: str) -> OutputParity:
 
 
 def _above(error: float, most: float) -> str:
-    return f"L2 error {error:.3g} is above {most:.3g}"
+    """That an error is too large; "" if it is not."""
+    return "" if error <= most else f"L2 error {error:.3g} is above {most:.3g}"
 
 
 def _outputs(

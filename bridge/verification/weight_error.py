@@ -58,19 +58,9 @@ class ErrorSums:
     largest: float = 0.0
 
     def __add__(self, other: ErrorSums) -> ErrorSums:
-        return ErrorSums(
-            self.dot + other.dot,
-            self.source + other.source,
-            self.decoded + other.decoded,
-            self.error + other.error,
-            max(self.worst, other.worst),
-            self.not_nearest + other.not_nearest,
-            self.codes + other.codes,
-            self.scales + other.scales,
-            self.not_repeated + other.not_repeated,
-            self.repeated + other.repeated,
-            max(self.largest, other.largest),
-        )
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        most = {"worst": max(self.worst, other.worst), "largest": max(self.largest, other.largest)}
+        return ErrorSums(**sums | most)
 
     @property
     def cosine(self) -> float:

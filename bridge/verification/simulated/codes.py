@@ -7,8 +7,8 @@ calibration.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from bridge.streaming.run import Tasks
 from bridge.streaming.scales import clip_of, row_factor_of, smoothing_of
 
 if TYPE_CHECKING:
-    from bridge.sources.live_models.checkpoint_names import LiveSlice, Origin
+    from bridge.sources.live_models.checkpoint_names import Origin
     from bridge.sources.source import Source
     from bridge.verification.simulated.inputs import FakeInputs
 
@@ -54,7 +54,7 @@ class Codes:
         inputs: FakeInputs,
     ) -> None:
         self._inputs, self._origins, self._params = inputs, origins, params
-        self._source = _as_source(_AsStored(params, origins, specs))
+        self._source = _as_stored(params, origins, specs)
         computed = [name for name in specs if name in origins and origins[name].computed]
         if found := sorted({*computed} & {part.source for step in plan.quantized for part in step.inputs}):
             raise SchemeError(
@@ -114,12 +114,6 @@ def check_codes(plan: Plan, structure: Structure) -> None:
         raise SchemeError(f"quant={plan.scheme} to {plan.target} cannot be trained through: {'; '.join(problems)}")
 
 
-def _as_source(reads: Any) -> Source:
-    """What a step asks of a source: specs, `read`, `read_rows`, `place`."""
-    source: Source = reads
-    return source
-
-
 def _decoded(step: Step, context: ConversionContext, buffers: Buffers, amax: float | None) -> Array:
     """What the codes of a step decode to, float32 (rows, columns) as they are read, without its pre-scale."""
     assert step.format and step.site
@@ -149,7 +143,7 @@ def _decoded(step: Step, context: ConversionContext, buffers: Buffers, amax: flo
 
 def _value_positions(step: Step, specs: Mapping[str, TensorSpec]) -> list[tuple[str, slice, Any]]:
     """For each source tensor of a step: its rows in the step's matrix, and where their values lie in the tensor."""
-    rows = Rows(step, _as_source(_Numbers(specs)), Buffers())
+    rows = Rows(step, _numbers(specs), Buffers())
     if step.layout is Layout.WHOLE:
         found: list[tuple[str, slice, Any]] = []
 
@@ -184,45 +178,43 @@ def _write(array: Array, origin: Origin, params: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class _AsStored:
+class _Tensors:
+    """What a step asks of a source."""
+
+    specs: Mapping[str, TensorSpec]
+    read: Callable[[str], Array]
+
+    def read_rows(self, name: str, begin: int, end: int, out: Array | None = None) -> Array:
+        return self.read(name)[begin:end]
+
+    def place(self, name: str) -> tuple[str, int]:
+        return "", 0
+
+
+def _as_source(specs: Mapping[str, TensorSpec], read: Callable[[str], Array]) -> Source:
+    tensors: Any = _Tensors(specs, read)
+    source: Source = tensors
+    return source
+
+
+def _as_stored(params: Mapping[str, Any], origins: Mapping[str, Origin], specs: Mapping[str, TensorSpec]) -> Source:
     """The parameters of a model as the tensors of its checkpoint, in their stored dtypes."""
 
-    params: Mapping[str, Any]
-    origins: Mapping[str, Origin]
-    specs: Mapping[str, TensorSpec]
-
-    def read(self, name: str) -> Array:
+    def read(name: str) -> Array:
         import torch
 
-        origin = self.origins[name]
-        parts: Sequence[Any] = [_part(part, self.params) for part in origin.parts]
-        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), origin.axis)
-        spec = self.specs[name]
+        origin, spec = origins[name], specs[name]
+        parts = [part.of(params[part.live].data) for part in origin.parts]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, origin.axis)
         return cast(np.ascontiguousarray(whole.cpu().numpy()).reshape(spec.shape), "float32", spec.dtype)
 
-    def read_rows(self, name: str, begin: int, end: int, out: Array | None = None) -> Array:
-        return self.read(name)[begin:end]
-
-    def place(self, name: str) -> tuple[str, int]:
-        return "", 0
+    return _as_source(specs, read)
 
 
-def _part(part: LiveSlice, params: Mapping[str, Any]) -> Any:
-    return part.of(params[part.live].data)
-
-
-class _Numbers:
+def _numbers(specs: Mapping[str, TensorSpec]) -> Source:
     """Tensors of the same shapes whose values are their places, as words of 32 bits."""
 
-    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
-        self.specs = {name: TensorSpec(name, spec.shape, "float32", spec.across) for name, spec in specs.items()}
+    def read(name: str) -> Array:
+        return np.arange(specs[name].size, dtype=np.uint32).view(np.float32).reshape(specs[name].shape)
 
-    def read(self, name: str) -> Array:
-        spec = self.specs[name]
-        return np.arange(spec.size, dtype=np.uint32).view(np.float32).reshape(spec.shape)
-
-    def read_rows(self, name: str, begin: int, end: int, out: Array | None = None) -> Array:
-        return self.read(name)[begin:end]
-
-    def place(self, name: str) -> tuple[str, int]:
-        return "", 0
+    return _as_source({name: replace(spec, dtype="float32") for name, spec in specs.items()}, read)

@@ -135,10 +135,7 @@ def _paired(before: Snapshot, after: Snapshot) -> tuple[list[tuple[Tensor, Tenso
 
 
 def _by_unique_name(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
-    by_name: dict[str, list[Tensor]] = {}
-    for tensor in tensors:
-        by_name.setdefault(tensor.name, []).append(tensor)
-    return {name: group[0] for name, group in by_name.items() if len(group) == 1}
+    return {group[0].name: group[0] for group in grouped(tensors, lambda tensor: tensor.name) if len(group) == 1}
 
 
 def _plan(before: Snapshot, after: Snapshot) -> Iterator[Difference]:

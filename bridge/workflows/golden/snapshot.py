@@ -9,7 +9,6 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from functools import cached_property
 from pathlib import Path
 
 from bridge.core.aligned_buffers import Buffers
@@ -48,14 +47,11 @@ class SnapshotReader:
         }
         self._specs = {(name, key): spec for name, file in self._files.items() for key, spec in file.specs.items()}
 
-    @cached_property
-    def origins(self) -> Mapping[Key, Origin]:
-        return origins_of(self.plan)
-
     def snapshot(self, statistics: bool = False) -> Snapshot:
         """Read the whole directory once."""
         digests = self._digest(self._specs, statistics)
-        origins = {key: self.origins[key] if key in self.origins else Origin(key[1]) for key in self._specs}
+        planned = origins_of(self.plan)
+        origins = {key: planned.get(key, Origin(key[1])) for key in self._specs}
         ids = {origin: origin.id for origin in dict.fromkeys(origins.values())}
         tensors = {
             key: Tensor(spec.name, key[0], spec.shape, spec.dtype, digest.hash, ids[origins[key]], digest.statistics)

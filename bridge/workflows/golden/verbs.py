@@ -64,8 +64,8 @@ def record(
     """
     callback, directory, output = callback_of(progress), Path(directory), written_at(out)
     reader = SnapshotReader(output, callback)
-    if against is not None:
-        _verify(out, against, callback)
+    if against is not None and not (report := verify(out, against, progress=callback)).passed:
+        raise GoldenError(f"{report.out} differs too much from its source to be a golden: {verdict(report)}")
     recover(directory, MARK)
     old = load(directory) if is_golden(directory) else None
     snapshot = reader.snapshot(statistics=True)
@@ -196,12 +196,6 @@ def _run_again(golden: Golden, reader: SnapshotReader, run: bool | None, moved: 
 def _same_inputs(one: Reference, other: Reference) -> bool:
     a, b = one.inputs, other.inputs
     return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
-
-
-def _verify(out: str | Path, against: Any, progress: Progress) -> None:
-    report = verify(out, against, progress=progress)
-    if not report.passed:
-        raise GoldenError(f"{report.out} differs too much from its source to be a golden: {verdict(report)}")
 
 
 def _versions(reader: SnapshotReader, ran: Reference) -> dict[str, str]:
