@@ -100,6 +100,15 @@ def test_a_denoiser_alone_takes_batches(pipeline: Path) -> None:
     assert len(prepare([batch, batch, batch], alone).batches) == 2
 
 
+def test_a_loader_without_a_length_gives_batches(pipeline: Path) -> None:
+    class Rows(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from [{"hidden_states": torch.zeros(4), "timestep": torch.zeros(1)}] * 3
+
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=1)
+    assert len(prepare(loader, open_source(pipeline / "transformer")).batches) == 2
+
+
 def test_inputs_are_kept_by_name_and_a_step_has_all_rows() -> None:
     batches: list[dict[str, Any]] = []
 

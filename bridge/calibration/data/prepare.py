@@ -31,7 +31,7 @@ def prepare(data: Any, source: Source, sampling: Sampling = DEFAULT) -> Data:
     >>> prepare("corpus.txt", open_source("examples/models/tiny-llama")).samples  # doctest: +SKIP
     32
     """
-    if is_diffusion(source.config) and (data is None or isinstance(data, str | Path) or (data and are_texts(data))):
+    if is_diffusion(source.config) and (data is None or isinstance(data, str | Path) or (are_texts(data) and data)):
         return _prompted(data, source, sampling)
     if sampling.samples == AUTO:
         return _automatic(data, source, sampling)

@@ -49,7 +49,7 @@ class LossSums:
     about: float = 0.0
     least_scale: float = math.inf
     largest_scale: float = -math.inf
-    raised: float = 0
+    raised: float = 0.0
 
     def merged(self, other: LossSums) -> LossSums:
         """The sums of both: other microbatches, or another rank."""

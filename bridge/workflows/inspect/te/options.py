@@ -105,7 +105,7 @@ def _check_listed(words: Mapping[str, Any], key: str, where: Where, known: tuple
     struct, one = f"{key}_struct", _ONE[key]
     if (key in words) == (struct in words):
         text = f"{key} and {struct} are both given; write one" if key in words else f"{key} is missing"
-        where.add(f"{text}" + (f"; known: {', '.join(known)}" if known else ""))
+        where.add(text + (f"; known: {', '.join(known)}" if known else ""))
         return
     names: list[Any] = []
     if key in words:

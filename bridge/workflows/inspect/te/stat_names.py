@@ -111,7 +111,7 @@ def _blockwise(words: Any, where: Where) -> TensorStat | None:
 
 
 def _quant_stat(stat: Any, where: Where, otherwise: str) -> QuantStat | None:
-    session, text = where.known.session, str(stat)
+    session, text = where.known.session, stat if isinstance(stat, str) else str(stat)
     columnwise = text.endswith(COLUMNWISE)
     rest = text.removesuffix(COLUMNWISE)
     known = [name for name in (*QUANT_STATS, *ALIASES) if rest == name or rest.endswith(f"_{name}")]
