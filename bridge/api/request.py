@@ -120,7 +120,7 @@ class ResolvedRequest:
     """A planned conversion: its output lies outside its source, and its memory is enough for the stream."""
 
     request: Request
-    """What the caller asked for."""
+    """The arguments, with the scheme that `auto:` chose and a local output in their places."""
     source: Source
     """The opened model; of an adapter or a quantized checkpoint, the one that wraps its files."""
     structure: Structure

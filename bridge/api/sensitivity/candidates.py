@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from bridge.api import plans
 from bridge.api.sensitivity.units import Unit, globs, units_of, written_bytes
 from bridge.core.errors import BridgeError, PlanError, SchemeError
 from bridge.core.text import fold_problems
-from bridge.core.values import Structure
+from bridge.core.values import Site, Structure
 from bridge.planning.contracts import Contract, Runtime, misfits
 from bridge.planning.plan import Plan
 from bridge.quant.describe import contract_words
@@ -226,9 +226,19 @@ def _fitting(
             problems += refused
     except (PlanError, SchemeError) as error:
         return [], [("", str(error))]
+    left = [(site.module, why) for unit in fits for site, why in _left_out(scheme, unit)]
+    fits = [unit for unit in fits if not any(_left_out(scheme, unit))]
+    problems += left
     if of_no_unit or not fits:
         return [], [("", why) for _, why in of_no_unit or problems]
     return fits, problems
+
+
+def _left_out(scheme: Scheme, unit: Unit) -> Iterator[tuple[Site, str]]:
+    """The sites of a unit that a scheme leaves unquantized by itself, as those for MLPs alone leave attention."""
+    for site in unit.sites:
+        if isinstance(why := scheme.format_of(replace(site, keep="")), str):
+            yield site, f"{scheme.name} leaves it unquantized: {why}"
 
 
 def _without(units: Sequence[Unit], problems: Sequence[tuple[str, str]]) -> tuple[list[Unit], list[tuple[str, str]]]:
@@ -241,9 +251,11 @@ def _without(units: Sequence[Unit], problems: Sequence[tuple[str, str]]) -> tupl
 
 def _check_fallback(place: Place, units: Iterable[Unit], fallback: Scheme) -> None:
     """SchemeError if a unit does not fit the fallback scheme."""
+    units = tuple(units)
     sites = tuple(replace(site, keep="") for unit in units for site in unit.sites)
-    structure = replace(place.structure, sites=sites)
-    if problems := replace(place, structure=structure).problems(fallback.bound(sites)):
+    structure, bound = replace(place.structure, sites=sites), fallback.bound(sites)
+    problems = replace(place, structure=structure).problems(bound)
+    if problems := problems or [(site.module, why) for unit in units for site, why in _left_out(bound, unit)]:
         raise _refused(f"fallback {fallback.name} does not fit target {place.target}; choose another:", problems)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
-from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SchemeError
 from bridge.core.text import fold_layers, grouped
 from bridge.core.values import Format, Site, Structure, TensorSpec
@@ -20,16 +19,12 @@ from bridge.quant.schemes.scheme import Scheme
 
 @dataclass(frozen=True)
 class Unit:
-    """Sites with the same format. `bytes` is in `formats`, `plain` as in the checkpoint.
-
-    `bytes` is of codes and scales alone; `written_bytes` counts what a target writes.
-    """
+    """Sites with the same format. `plain`: bytes in the checkpoint; `written_bytes` counts what a target writes."""
 
     name: str
     sites: tuple[Site, ...]
     formats: tuple[Format, ...]
     weights: int
-    bytes: int
     plain: int
 
 
@@ -87,7 +82,6 @@ def _unit(structure: Structure, members: list[tuple[Site, Format]], specs: Mappi
         sites=sites,
         formats=formats,
         weights=sum(spec.size for spec in stored),
-        bytes=sum(_quantized_bytes(form, spec, site) for (site, form), spec in zip(members, stored, strict=True)),
         # a tied head is stored as the embedding: it takes bytes of its own only when quantized
         plain=sum(spec.nbytes for spec, counts in zip(stored, own, strict=True) if counts),
     )
@@ -103,21 +97,6 @@ def _name(modules: list[str], experts: str) -> str:
     columns = list(zip(*parts, strict=False))
     same = next((i for i, words in enumerate(columns) if len(set(words)) > 1), len(columns))
     return ".".join([*parts[0][:same], "{" + ",".join(".".join(words[same:]) for words in parts) + "}"])
-
-
-def _quantized_bytes(form: Format, spec: TensorSpec, site: Site) -> int:
-    """Bytes of codes and scales, each in the dtype of the numeric."""
-    stacked = spec.shape[0] if site.stacked else 1
-    out = spec.shape[-1 if site.layout.endswith("in_out") else -2 if site.stacked else 0]
-    columns = spec.size // (stacked * out)
-    first = form.weight[0]
-    block = first.block if len(first.block) > 1 else (1, *first.block)
-    scales = {"tensor": 1, "channel": out, "block": 0}[first.per]
-    if first.per == "block":
-        scales = -(-out // block[0]) * -(-columns // block[1])
-    global_scales = first.two_level + len(form.weight) - 1  # one per matrix
-    nbytes = (out * columns * DTYPES[first.dtype].bits + 7) // 8
-    return stacked * (nbytes + scales * DTYPES[first.scale_dtype].bits // 8 + 4 * global_scales)
 
 
 def written_bytes(plan: Plan, structure: Structure, units: Iterable[Unit]) -> dict[str, int]:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, Union
 
 from bridge.core.aligned_buffers import aligned_empty
 from bridge.core.arrays import np
@@ -42,7 +42,7 @@ class FileMatrix:
 
 
 # An array with rows, in memory or in a file.
-Matrix: TypeAlias = "np.ndarray | FileMatrix"
+Matrix: TypeAlias = Union["np.ndarray", FileMatrix]  # names that type hints of other modules resolve
 
 
 class AppendedFile:

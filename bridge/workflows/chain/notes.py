@@ -101,7 +101,7 @@ def _content(path: Path) -> str:
         for one in files:
             digest.update(f"{one.name}\0".encode())
             with one.open("rb") as file:
-                hashlib.file_digest(file, lambda: digest)
+                hashlib.file_digest(file, lambda: digest)  # goes on with this one
     except OSError as error:
         raise UsageError(f"{error.filename or path}: cannot be read: {reason(error)}") from error
     return digest.hexdigest()

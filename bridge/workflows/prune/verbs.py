@@ -28,7 +28,6 @@ from bridge.sources.pruned.scores import ByPlace, Scores
 from bridge.sources.pruned.source import PrunedSource
 from bridge.sources.pruned.sparse import check_sparse
 from bridge.sources.source import Source
-from bridge.verification.verify import RUN_BYTES_PER_VALUE
 
 SAMPLES, SEQUENCE = 64, 256  # 16 rows keep 93 % of the same channels
 IMPORTANCE = ("output", "minitron", "weights")
@@ -184,6 +183,8 @@ def check_data(source: Source, data: Any, sampling: Sampling) -> None:
 
 def run_memory(source: Source) -> int:
     """Bytes that a model takes when it runs."""
+    from bridge.verification.verify import RUN_BYTES_PER_VALUE  # loads the codecs
+
     return RUN_BYTES_PER_VALUE * sum(spec.size for spec in source.specs.values())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +18,9 @@ from bridge.api.sensitivity.recipe import recipe, recipe_base
 from bridge.api.sensitivity.units import units_of
 from bridge.core.errors import BridgeError, CalibrationError, SchemeError, UsageError
 from bridge.core.values import Format
-from bridge.planning.make import PlanInputs, make_plan
 from bridge.quant.schemes.load import load_scheme
 from bridge.sources.opening import open_source
 from bridge.tables.architectures.structure import structure
-from bridge.targets import load_target, make_options
 from tests.models.sources_made import made_llama
 
 MODEL = "examples/models/tiny-llama"
@@ -86,25 +83,13 @@ def test_units_are_what_runtimes_fuse_and_hold_every_quantized_matrix_once() -> 
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int4_wo", "int8_wo", "fp8_block", "nvfp4_wo", "mxfp4_wo"])
-def test_bytes_are_those_that_target_hf_writes_but_for_the_dtype_of_its_scales(scheme: str) -> None:
-    source = made_llama()
-    arch, target = structure(source.config, source.specs), load_target("hf")
-    bound = load_scheme(scheme).bound(arch.sites)
-    options = target.resolve(make_options(target, {}), arch, bound, source.specs)
-    planned = {
-        step.site.module: step
-        for step in make_plan(PlanInputs(source, arch, target, bound, options)).quantized
-        if step.site
-    }
-    for unit in units_of(arch, bound, source.specs):
-        for site, form in zip(unit.sites, unit.formats, strict=True):
-            outputs = {o.part: o.spec for o in planned[site.module].outputs}
-            scales = outputs["scale"].size * (4 if form.weight[0].scale_dtype == "float32" else 1)
-            wanted = outputs["weight"].nbytes + scales + (4 if "scale_2" in outputs else 0)
-            assert units_of(replace(arch, sites=(site,), groups=()), bound, source.specs)[0].bytes == wanted, (
-                site.module
-            )
+def test_a_scheme_that_leaves_modules_out_fits_none_of_them() -> None:
+    question = Question(["int8_wo", "nvfp4_mlp_only"], budget="6bits")
+    names = {one.name: one for one in make_job(open_source(MODEL), question).candidates.formats}
+    assert names["nvfp4_mlp_only"].bytes and not any("self_attn" in unit for unit in names["nvfp4_mlp_only"].bytes)
+    assert any("self_attn" in unit for unit in names["int8_wo"].bytes)
+    with pytest.raises(SchemeError, match=r"fallback nvfp4_mlp_only does not fit.*(.|\n)*self_attn"):
+        make_job(open_source(MODEL), Question("int8_wo", fallback="nvfp4_mlp_only", budget="6bits"))
 
 
 @pytest.mark.parametrize(

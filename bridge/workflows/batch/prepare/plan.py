@@ -63,12 +63,12 @@ class UnreachableServers:
     """Servers that did not answer, so that each is waited for only once. A server that answered before is not added."""
 
     def __init__(self) -> None:
-        # server -> the first address of it, and its error; None if it answered before
-        self._failed: dict[str, tuple[str, Exception] | None] = {"": None}
+        # server -> its first address and the error; None if it answered; "" stands for no server
+        self._servers: dict[str, tuple[str, Exception] | None] = {"": None}
 
     def check(self, url: str, kind: type[BridgeError]) -> None:
         """Raise a `kind` if the server of an address did not answer before."""
-        if failed := self._failed.get(server_of(url)):
+        if failed := self._servers.get(server_of(url)):
             first, why = failed
             raise kind(
                 f"{shown(url)}: its server does not answer, as for {first}; check the address and the network, and "
@@ -76,11 +76,11 @@ class UnreachableServers:
             ) from why
 
     def answered(self, url: str) -> None:
-        self._failed.setdefault(server_of(url), None)
+        self._servers.setdefault(server_of(url), None)
 
     def note(self, url: str, error: Exception) -> None:
         if is_unreachable(error):
-            self._failed.setdefault(server_of(url), (shown(url), error))
+            self._servers.setdefault(server_of(url), (shown(url), error))
 
 
 def plan_rows(rows: Sequence[Row], engine: Engine, unreachable: UnreachableServers | None = None) -> list[PlannedRow]:
