@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bridge.core.errors import UsageError
+from bridge.core.errors import UsageError, VerifyError
 from bridge.core.output.replace import check_free
-from bridge.core.output.temporary import temporary_directory
+from bridge.core.parsing.limited import parse_json
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.text import byte_count
 from bridge.targets.manifest import load_manifest
 
 if TYPE_CHECKING:
-    from bridge.targets.trt.engine import Engines
+    from bridge.targets.trt.record import Engines
 
 
 @shows_progress
@@ -43,7 +42,7 @@ def engine(
 
     >>> bridge.engine("llama-fp8", "rtx4090")  # doctest: +SKIP
     """
-    from bridge.targets.trt.engine import build_engines, build_here
+    from bridge.targets.trt.engine import build_engines, build_on_this_gpu
     from bridge.targets.trt.gpus import parse_gpus, why_no_engine
 
     directory, callback = Path(model), callback_of(progress)
@@ -52,12 +51,11 @@ def engine(
         raise UsageError(
             f"{directory}: engines are built of what target trt wrote, and this is of target {plan.target}"
         )
-    side = directory / "config.json"
-    config = json.loads(side.read_text()) if side.is_file() else {}
+    config = _config(directory)
     if gpu is None:
         if out is not None or memory is not None:
             raise UsageError("out and memory are for engines of named GPUs: give gpu (--gpu), for example rtx4090")
-        return build_here(directory, config, callback)
+        return build_on_this_gpu(directory, config, callback)
     architectures = parse_gpus(gpu)
     if problems := why_no_engine(plan.steps, plan.options["dtype"], architectures):
         raise UsageError("\n  ".join([f"{directory}:", *problems]))
@@ -66,10 +64,18 @@ def engine(
         return build_engines(directory, config, architectures, memory=limit, progress=callback)
     new = Path(out).absolute()
     check_free(new, overwrite=False, replacing="remove it")
-    new.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_directory(new.parent) as work:
-        engines = work / "engines"
-        engines.mkdir()
-        built = build_engines(directory, config, architectures, out=engines, memory=limit, progress=callback)
-        engines.rename(new)
-    return built
+    if not new.parent.is_dir():
+        raise UsageError(f"{new}: {new.parent} is not a directory; make it first")
+    return build_engines(directory, config, architectures, out=new, memory=limit, progress=callback)
+
+
+def _config(directory: Path) -> Mapping[str, Any]:
+    """The config.json of a written directory, whose positions limit the profiles; {} without one."""
+    path = directory / "config.json"
+    try:
+        config = parse_json(path.read_bytes()) if path.is_file() else {}
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
+        return config
+    except ValueError as error:
+        raise VerifyError(f"{path}: cannot be read ({error}); convert again") from error

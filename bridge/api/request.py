@@ -22,6 +22,7 @@ from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
+from bridge.targets import load_target
 
 # Bytes of a calibration file with its held-out reference outputs: 4.2 MB for tiny-llama, which keeps all of them.
 CALIBRATION_BYTES = 16 << 20
@@ -180,6 +181,8 @@ def resolve(source: Source, request: Request) -> ResolvedRequest:
     directory = Path(name if request.out is None else request.out)
     _check_outside(directory, source)
     budget = stream_memory(plan_, request.memory)
+    if check := getattr(load_target(plan_.target), "check_machine", None):  # targets of third parties may lack it
+        check(plan_, request.memory)
     calibration = given_calibration(request.calib, request.data is not None, source, structure, plan_, scheme)
     return ResolvedRequest(request, source, structure, scheme, plan_, directory, calibration, budget)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,7 +11,7 @@ import bridge
 from bridge.cli.terminal import FAILED, Exit, Terminal
 from bridge.cli.verb import no_bars, verb
 from bridge.core.addresses import check_length, is_remote, shown
-from bridge.core.errors import BridgeError, SourceError, TableError, UsageError, WriteError
+from bridge.core.errors import BridgeError, SourceError, TableError, UsageError
 from bridge.core.mappings import TableFile, parse_table
 from bridge.core.output.names import MANIFEST
 from bridge.core.text import fold_layers, number
@@ -23,10 +24,13 @@ from bridge.tables.dialects.check import check_dialect
 from bridge.tables.dialects.dialect import load_dialect, parse_dialect, with_layouts
 from bridge.targets import check_contract
 from bridge.targets.trt.engine import parser_findings
+from bridge.targets.trt.gpus import parse_gpus
 from bridge.targets.trt.products import rtx_version
+from bridge.targets.trt.record import RECORD, altered_engines
 
 if TYPE_CHECKING:
     from bridge.streaming.rows import TensorReader
+    from bridge.targets.trt.record import Engines
 
 
 class Problem(NamedTuple):
@@ -80,8 +84,8 @@ def loaded_by(paths: Sequence[str], problems: Iterable[Problem]) -> Iterator[str
     for path in map(Path, paths):
         if any(text.startswith(f"{path}: ") for text in wrong):
             continue
-        if _is_trt(path) and (builder := rtx_version()):
-            yield f"{path}: parsed by TensorRT for RTX {builder}"
+        if _parser_findings(path) == []:
+            yield f"{path}: parsed by TensorRT for RTX {rtx_version()}"
         if (path / MANIFEST).is_file() and (programs := loading_line(loadings(load_manifest(path).plan))):
             yield f"{path}: loads in {programs}"
 
@@ -91,6 +95,8 @@ def _lint(path: Path) -> list[str]:
 
     Float tensors of a directory are read whole.
     """
+    if (path / RECORD).is_file() and not (path / MANIFEST).is_file():  # engines alone
+        return altered_engines(path)
     if (path / MANIFEST).is_file():
         from bridge.streaming.written import open_written
         from bridge.targets import load_target
@@ -100,7 +106,7 @@ def _lint(path: Path) -> list[str]:
         plan = manifest.plan
         target = load_target(plan.target)
         findings = [*target.lint(path, plan), *target.audit(path), *altered(path, manifest)]
-        findings += parser_findings(path) if _is_trt(path) else []
+        findings += _parser_findings(path) or []
         return _with_values(findings, (open_written(path / name, plan) for name in plan.files))
     from bridge.core.formats.safetensors import SafetensorsFile
     from bridge.targets.onnx.files import graphs
@@ -120,37 +126,52 @@ def _lint(path: Path) -> list[str]:
 
         return [finding for file in files for finding in _with_values(lint_gguf(file), map(GgufFile, [file]))]
     from bridge.targets.onnx.lint import RULES, lint
-    from bridge.targets.onnx.lint.model import read_model
     from bridge.targets.ort import RULES as ORT_RULES
-    from bridge.targets.ort.edit import MICROSOFT
 
     # ONNX Runtime's own operators, which target ort writes: TensorRT's rules are not for such a graph
-    fused = any(node.domain == MICROSOFT for node in read_model(graph, None).nodes)
-    rules = [rule for rule in RULES if rule.id in ORT_RULES] if fused else RULES
-    return [*(str(finding) for finding in lint(path, rules=rules)), *([] if fused else parser_findings(path))]
+    rules = [rule for rule in RULES if rule.id in ORT_RULES] if _is_fused(path) else RULES
+    return [*(str(finding) for finding in lint(path, rules=rules)), *(_parser_findings(path) or [])]
 
 
-def _is_trt(path: Path) -> bool:
-    """Whether TensorRT's parser is asked: a file without a manifest, or an output of target trt."""
+def _is_fused(path: Path) -> bool:
+    """Whether a graph has operators that only ONNX Runtime knows."""
+    from bridge.targets.onnx.lint.model import read_model
+    from bridge.targets.ort.edit import MICROSOFT
+
+    return any(node.domain == MICROSOFT for node in read_model(path, None).nodes)
+
+
+def _parser_findings(path: Path) -> list[str] | None:
+    """What TensorRT's parser refuses; None where it is not asked: of other targets' files, or not installed."""
+    if (path / MANIFEST).is_file():
+        from bridge.targets.manifest import load_manifest
+
+        asked = load_manifest(path).plan.target == "trt"
+    else:
+        found = path if path.suffix == ".onnx" and path.is_file() else path / "model.onnx"
+        asked = found.is_file() and not _is_fused(path)
+    return parser_findings(path) if asked else None
+
+
+def _built(paths: Sequence[str], gpus: str) -> tuple[list[Problem], dict[str, Engines]]:
+    """Why no engines of some models can be built, and what others compile to; the engines are removed."""
+    from bridge.core.output.temporary import temporary_directory
     from bridge.targets.manifest import load_manifest
 
-    if path.is_dir() and (path / MANIFEST).is_file():
-        return load_manifest(path).plan.target == "trt"
-    return path.suffix == ".onnx"
-
-
-def _built(path: str, gpus: str) -> tuple[list[Problem], list[str]]:
-    """Why no engine of a model can be built, and lines on one that was; the engine is removed."""
-    from bridge.core.output.temporary import temporary_directory
-
-    if not _is_trt(Path(path)) or not Path(path).is_dir():
-        raise UsageError(f"{path}: --build takes directories that target trt wrote")
-    with temporary_directory() as folder:
-        try:
-            built = bridge.engine(path, gpus, folder / "engines", progress=False)
-        except WriteError as error:
-            return [Problem(f"{path}: error [builder] {error}")], []
-    return [], [f"{path}: built by {line}" if not at else f"  {line}" for at, line in enumerate(built.lines())]
+    if not paths:
+        raise UsageError("--build: name a directory that target trt wrote")
+    parse_gpus(gpus)
+    for path in paths:
+        if not (Path(path) / MANIFEST).is_file() or load_manifest(Path(path)).plan.target != "trt":
+            raise UsageError(f"{path}: --build takes directories that target trt wrote")
+    problems, built = [], {}
+    for path in paths:
+        with temporary_directory(Path(path).absolute().parent) as folder:
+            try:
+                built[path] = bridge.engine(path, gpus, folder / "engines", progress=False)
+            except BridgeError as error:
+                problems.append(Problem(f"{path}: error [builder] {error}"))
+    return problems, built
 
 
 def _with_values(findings: list[str], files: Iterable[TensorReader]) -> list[str]:
@@ -215,17 +236,19 @@ def check(terminal: Terminal, paths: list[str] | None, build: str | None) -> Non
     Exits with 1 if anything is wrong.
     """
     problems = check_paths(paths) if paths else [Problem(line) for line in bridge.check()]
-    made: list[str] = []
-    for path in (paths or []) if build and not any(problem.fatal for problem in problems) else []:
-        refused, lines = _built(path, str(build))
-        problems, made = problems + refused, made + lines
+    refused, built = _built(paths or [], build) if build else ([], {})
+    problems += refused
     if terminal.json:
-        terminal.print_json([problem._asdict() for problem in problems])
+        found = [problem._asdict() for problem in problems]
+        terminal.print_json(
+            {"problems": found, "engines": {path: asdict(one) for path, one in built.items()}} if build else found
+        )
     else:
         where = ", ".join(map(str, paths or [])) or "tables and schemes"
         written = any((Path(path) / MANIFEST).is_file() for path in paths or [])
         well = "all is well" + ("; `qbridge verify` compares the weights with their source" if written else "")
         count = number(len(problems), "problem") if problems else well
+        made = [f"{path}: built {line}" for path, one in built.items() for line in one.lines()]
         terminal.print(
             *(problem.text for problem in problems), *loaded_by(paths or [], problems), *made, f"{where}: {count}"
         )

@@ -34,7 +34,9 @@ class Loading:
     def limit(self) -> str:
         """What stands behind the answer, in brackets: how many ranks may share the output, what inputs become."""
         ranks = f"tensor parallel up to {self.ranks}" if self.ranks > 1 else "on one rank: no tensor parallelism"
-        parts = [*([ranks] if self.ranks else []), *([f"rounds inputs to {self.inputs}"] if self.inputs else [])]
+        parts = ["built, not run"] if self.how == "built" else []
+        parts += [ranks] if self.ranks else []
+        parts += [f"rounds inputs to {self.inputs}"] if self.inputs else []
         return f" ({'; '.join(parts)})" if parts else ""
 
 

@@ -67,6 +67,9 @@ class StreamedTarget:
     def next_command(self, plan: Plan) -> str:
         return ""
 
+    def check_machine(self, plan: Plan, memory: int | None) -> None:
+        pass
+
 
 def float_dtype(given: str | None, specs: Mapping[str, TensorSpec], purpose: str) -> str:
     """The dtype of what stays unquantized: `given`, else the source's; UsageError unless models compute in it."""

@@ -79,11 +79,12 @@ def manifest_data(directory: Path) -> dict[str, Any]:
         ) from error
 
 
-def file_digests(directory: Path, exclude: Collection[str]) -> dict[str, str]:
-    """sha256 of each file below `directory` but those of `exclude`, by path."""
+def file_digests(directory: Path, exclude: Collection[str], globs: Collection[str] = ()) -> dict[str, str]:
+    """sha256 of each file below `directory` but those of `exclude` and of the globs, by path."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     names = {path.relative_to(directory).as_posix(): path for path in paths}
-    return {name: _sha256(path) for name, path in names.items() if name not in exclude}
+    left = {name: path for name, path in names.items() if not any(fnmatchcase(name, glob) for glob in globs)}
+    return {name: _sha256(path) for name, path in left.items() if name not in exclude}
 
 
 def altered(directory: Path, manifest: Manifest) -> list[str]:

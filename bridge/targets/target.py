@@ -71,6 +71,9 @@ class Target(Planner, Protocol):
     def why_not_loaded(self, plan: Plan) -> str:
         """Why no program loads the output, whatever its formats ("" if they decide)."""
 
+    def check_machine(self, plan: Plan, memory: int | None) -> None:
+        """UsageError if this machine, or `memory` bytes of it, cannot do what follows the stream."""
+
     def next_command(self, plan: Plan) -> str:
         """A command that serves, builds or trains what was written to `{out}`; "" if there is none."""
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Set
 from pathlib import Path
 
-from bridge.core.output.names import CALIBRATION, CARD, JOURNAL
+from bridge.core.output.names import CALIBRATION, CARD, ENGINES, JOURNAL
 from bridge.core.remote.store import check_names
 from bridge.quant.schemes.grammar import Gate
 from bridge.streaming.context import ConversionContext
@@ -32,7 +32,7 @@ def write(context: ConversionContext) -> Manifest:
             with content.open("rb") as file, path.open("wb") as copy:
                 shutil.copyfileobj(file, copy, CHUNK)
     gates = {s.site.module: scheme.gate_of(s.site) for s in plan.quantized if s.site and scheme}
-    digests = file_digests(directory, {*plan.files, CALIBRATION, JOURNAL, CARD})
+    digests = file_digests(directory, {*plan.files, CALIBRATION, JOURNAL, CARD}, ENGINES)
     manifest = Manifest(plan, gates, scheme.parity.output if scheme else Gate(1.0, (1.0, 1.0)), written, digests)
     manifest.save(directory)
     return manifest

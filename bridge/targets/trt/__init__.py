@@ -113,6 +113,8 @@ class Trt(OnnxTarget):
 
             architectures = options.engine.split(",")
             drafted.problems += [("", why) for why in why_no_engine(drafted.steps, options.dtype, architectures)]
+            if options.attention_op and options.dtype == "float32":
+                drafted.problems.append(("", "TensorRT has no kernel of Attention in float32; leave out attention_op"))
             weights = sum(output.spec.nbytes for step in drafted.steps for output in step.outputs)
             gpus = ", ".join(map(str.upper, architectures))
             drafted.notes.append(f"engine for {gpus}: its build takes up to {size(build_memory(weights))} of memory")
@@ -121,6 +123,12 @@ class Trt(OnnxTarget):
                     f"float32 is written as {options.dtype}, which TensorRT fuses attention in (--dtype)"
                 )
         return drafted
+
+    def check_machine(self, plan: Plan, memory: int | None) -> None:
+        if isinstance(plan.options["engine"], str):
+            from bridge.targets.trt.engine import check_memory
+
+            check_memory(sum(step.nbytes for step in plan.steps), memory)
 
     def why_unsupported(self, format_: Format, options: TrtOptions) -> str:
         codes = {n.dtype for n in (*format_.weight, *((format_.input,) if format_.input else ()))}
@@ -193,11 +201,11 @@ class Trt(OnnxTarget):
         return tuple(notes)
 
     def next_command(self, plan: Plan) -> str:
-        return "" if plan.program else "cd {out} && sh trtexec.txt"  # no program with a contract is TensorRT
+        return "" if plan.program or plan.options["engine"] else "cd {out} && sh trtexec.txt"
 
     def lint(self, directory: Path, plan: Plan) -> list[str]:
         from bridge.targets.onnx.lint import lint
-        from bridge.targets.trt.engine import altered_engines
+        from bridge.targets.trt.record import altered_engines
 
         findings = [str(finding) for finding in lint(directory, custom_ops=plan.options["custom_ops"])]
         return [*findings, *altered_engines(directory)]
@@ -210,7 +218,7 @@ class Trt(OnnxTarget):
         )
         from bridge.targets.onnx.write.side_files import read_image_size, read_pooling
         from bridge.targets.onnx.write.writer import GraphOptions, write_onnx
-        from bridge.targets.trt.engine import build_engines, build_here, trtexec_lines
+        from bridge.targets.trt.engine import build_engines, build_on_this_gpu, trtexec_lines
 
         options, files = context.plan.options, context.source.side_files
         pools = options["task"] == "feature-extraction"
@@ -228,7 +236,7 @@ class Trt(OnnxTarget):
         config = context.source.config
         (directory / "trtexec.txt").write_text(trtexec_lines(directory, config))
         if options["engine"] is True:
-            build_here(directory, config, context.progress)
+            build_on_this_gpu(directory, config, context.progress)
         elif options["engine"]:
             built = build_engines(directory, config, options["engine"].split(","), progress=context.progress)
             summaries = [f"{engine.file}: {engine.summary}" for engine in built.engines if engine.summary]
@@ -243,6 +251,8 @@ def _resolve_engine(given: bool | str) -> bool | str:
 
     if isinstance(given, str) and given.lower() == "true":  # a bare --engine
         given = True
+    if isinstance(given, str) and given.lower() == "false":
+        given = False
     if not isinstance(given, bool | str):
         raise UsageError(f"engine={given!r} must be True or False, or names of GPUs: 'rtx4090,rtx5090'")
     engine = ",".join(parse_gpus(given)) if isinstance(given, str) else given

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from bridge.targets.trt.compiled import LAYERS
 from bridge.targets.trt.products import FULL, RTX, TITLES, EngineUnavailable, major, why_unavailable
 from bridge.targets.trt.profile import Profile, Shapes, profile_shapes, trtexec_line
 
-ACTIVATIONS = "Total Activation Memory: "
+ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+)")
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,12 @@ def build_engine(
     *,
     product: str = FULL,
     capabilities: Sequence[str] = (),
+    verbose: bool = False,
 ) -> Built:
     """Build `engine` from `onnx_path` for each of the profiles, in one atomic write.
 
     capabilities: what TensorRT for RTX builds for, as "sm89"; the full TensorRT builds for this machine's GPU.
+    verbose: write all that the builder logs to stderr, not errors alone.
 
     EngineUnavailable says what is missing; WriteError lists the parser's errors, or the builder's.
     """
@@ -56,7 +59,7 @@ def build_engine(
             f"no TensorRT engine can be built here: {reason}\n  the same build elsewhere: {command}"
         )
     trt = importlib.import_module(product)
-    log = _logger(trt)
+    log = _logger(trt, verbose)
     builder = trt.Builder(log)
     # 10.x needs the flag for a strongly typed network, 11 has no other networks.
     typed = product == RTX or major(trt) < 11
@@ -119,8 +122,8 @@ def _errors(parser: Any) -> list[str]:
     )
 
 
-def _logger(trt: Any) -> Any:
-    """Keep errors, the list of layers and the bytes of activations; write every message to stderr, the child's log."""
+def _logger(trt: Any, verbose: bool = False) -> Any:
+    """Keep errors, the list of layers and the bytes of activations; write messages to stderr, errors or all."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -130,13 +133,15 @@ def _logger(trt: Any) -> Any:
 
         def log(self, severity: Any, message: str) -> None:
             if message.startswith(LAYERS):
-                self.layers += message  # one for each profile
+                self.layers += message
                 return
-            if message.startswith(ACTIVATIONS):
-                self.activation_bytes = max(self.activation_bytes, int(message.removeprefix(ACTIVATIONS).split()[0]))
-            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+            if counted := ACTIVATIONS.match(message):
+                self.activation_bytes = max(self.activation_bytes, int(counted[1]))
+            is_error = severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR)
+            if is_error:
                 self.errors.append(message)
-            print(message, file=sys.stderr)
+            if verbose or is_error:
+                print(message, file=sys.stderr)
 
     return Logger()
 
@@ -170,7 +175,7 @@ def _monitor(trt: Any, progress: Progress) -> Any:
 
 
 def main() -> None:
-    """Read a job from stdin, and write messages to stdout, a line of JSON each: "progress", then "built" or "error"."""
+    """Read a job from stdin, and write messages to stdout, a line of JSON each: "progress", then the answer."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what TensorRT prints is no answer
     job = json.loads(sys.stdin.read())
@@ -181,11 +186,13 @@ def main() -> None:
             built = build_engine(
                 Path(job["graph"]), Path(job["engine"]), [Profile(**each) for each in job["profiles"]],
                 lambda *at: print(json.dumps({"progress": at}), file=answers),
-                product=RTX, capabilities=job["capabilities"],
+                product=RTX, capabilities=job["capabilities"], verbose=True,
             )  # fmt: skip
             answer = {"built": vars(built)}
     except BridgeError as error:
         answer = {"error": str(error)}
+    except ImportError as error:
+        answer = {"unavailable": str(error)}
     print(json.dumps(answer), file=answers)
     answers.flush()
     os._exit(0)  # the libraries may crash while they are unloaded

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 LAYERS = "Layers:"  # begins the one message of the log that lists the layers of an engine
@@ -14,30 +12,20 @@ _DATATYPE = re.compile(r"Datatype: (\w+)")
 _KIND = re.compile(r"LayerType: (\w+)")
 _NODE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 _WEIGHT = re.compile(r"(?P<module>.+)/weight(?:_2)?/dequantize")
-PRODUCTS = ("gemm", "runtime_fusion")  # the types of layers that multiply matrices
+# The types of layers that multiply matrices; `correlation` is a convolution.
+PRODUCTS = ("gemm", "runtime_fusion", "correlation")
 CODES = {"FP8": "FP8", "Int8": "INT8", "Int4": "INT4", "FP4E2M1": "FP4"}
 DEQUANTIZED = "dequantized"
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """What a matrix is multiplied in: "FP8" for codes on both sides, "weight-only INT4", or "dequantized"."""
+def compiled_modules(layers: str, modules: Iterable[str]) -> dict[str, str]:
+    """Quantized matrix -> "FP8" for codes on both sides, "weight-only INT4", or "dequantized".
 
-    module: str
-    computes: str
+    A matrix has a product for each profile; the one that uses fewest codes counts.
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether a product reads the stored codes."""
-        return self.computes != DEQUANTIZED
-
-
-def compiled_modules(layers: str, modules: Iterable[str]) -> tuple[Compiled, ...]:
-    """What each quantized matrix was compiled to.
-
-    layers: the message of the builder's log that begins with "Layers:". modules: the quantized matrices of the graph.
+    layers: the message of the builder's log that begins with "Layers:".
     """
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     for line in layers.splitlines():
         kind = _KIND.search(line)
         if kind is None or kind[1] not in PRODUCTS:
@@ -46,8 +34,8 @@ def compiled_modules(layers: str, modules: Iterable[str]) -> tuple[Compiled, ...
         computes = _computes(operands)
         for node in _NODE.findall(line):
             if (match := _WEIGHT.fullmatch(node)) and computes:
-                found[match["module"]] = computes
-    return tuple(Compiled(module, found.get(module, DEQUANTIZED)) for module in modules)
+                found.setdefault(match["module"], []).append(computes)
+    return {name: max(found.get(name, [DEQUANTIZED]), key=lambda what: what.startswith("weight")) for name in modules}
 
 
 def _computes(operands: Mapping[str, list[str]]) -> str:
@@ -66,14 +54,3 @@ def quantized_modules(onnx_path: Path) -> list[str]:
     nodes = onnx.load(onnx_path, load_external_data=False).graph.node
     found = (_WEIGHT.fullmatch(node.name) for node in nodes if node.op_type.endswith("DequantizeLinear"))
     return list(dict.fromkeys(match["module"] for match in found if match))
-
-
-def summary(compiled: Iterable[Compiled]) -> str:
-    """One line: "154 of 154 matrices run in FP8"; "" without quantized matrices."""
-    kinds = Counter(each.computes for each in compiled)
-    total = sum(kinds.values())
-    words = [
-        f"{count} of {total} matrices {'are dequantized' if what == DEQUANTIZED else f'run in {what}'}"
-        for what, count in kinds.most_common()
-    ]
-    return ", ".join(words)

@@ -28,7 +28,6 @@ SIGHT: dict[str, Range] = {
     "image_width": (224, 448, 1568),
     "patches": (1, 256, 1024),
 }
-BOUNDS = ["min", "opt", "max"]  # as trtexec names them
 IMAGES: Range = (1, 1, 4)  # of a row, for layers of cross-attention; a text alone has one of zeros
 SCANNED = 128  # the longest sequence of a graph with Scan: 512 took 12.8 GB in a tiny Qwen3-Next
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -38,13 +37,14 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 class Profile:
     """Minimum, optimum and maximum extent of every dynamic axis, by the axis names of our graphs.
 
-    `others`: axes of other names. `total_sequence` follows from `past` and `sequence` unless `others` has it.
-    `image_positions`: keys that layers of cross-attention have of an image.
+    `encoder`: of the states that a decoder reads. `others`: axes of other names. `total_sequence` follows from `past`
+    and `sequence` unless `others` has it. `image_positions`: keys that layers of cross-attention have of an image.
     """
 
     batch: Range = (1, 1, 8)
     sequence: Range = (1, 128, 512)
     past: Range = (0, 128, 1024)
+    encoder: Range = (1, 128, 512)
     image_positions: int = 0
     others: Mapping[str, Range] = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class Profile:
     def ranges(self) -> dict[str, Range]:
         total = tuple(a + b for a, b in zip(self.past, self.sequence, strict=True))
         own = {"batch": self.batch, "sequence": self.sequence, "past_sequence": self.past}
-        own |= {"encoder_sequence": self.sequence, "text_batch": self.batch, "image_batch": self.batch}
+        own |= {"encoder_sequence": self.encoder, "text_batch": self.batch, "image_batch": self.batch}
         own |= {"audio_batch": self.batch, "images": IMAGES}
         least, optimum, most = (count * self.image_positions for count in IMAGES)
         own["image_positions"] = (least, optimum, most)
@@ -77,7 +77,8 @@ def profiles_of(config: Mapping[str, Any], onnx_path: Path) -> tuple[Profile, ..
         most = min(most, max(limit // 2, 1) if cache else limit)
         left = min(1024, limit - most)
     past = (0, min(128, left), left)
-    prompt = Profile(batch, (1, min(128, most), most), past, image_positions(config))
+    sequence = (1, min(128, most), most)
+    prompt = Profile(batch, sequence, past, sequence, image_positions(config))
     return (prompt, replace(prompt, sequence=(1, 1, 1))) if cache and most > 1 else (prompt,)
 
 

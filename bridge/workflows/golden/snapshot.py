@@ -14,7 +14,7 @@ from pathlib import Path
 from bridge.core.aligned_buffers import Buffers
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.mappings import Place
-from bridge.core.output.names import CARD, WRITES
+from bridge.core.output.names import CARD, ENGINES, WRITES
 from bridge.core.progress import BYTES, Progress, no_progress
 from bridge.core.text import pattern
 from bridge.core.values import TensorSpec
@@ -30,7 +30,7 @@ from bridge.workflows.golden.digests import Digest, digest_file, digest_tensor
 from bridge.workflows.golden.store import File, Key, Made, Origin, Snapshot, Statistics, Tensor
 
 # The model card has measurements, if there were any; each build of a TensorRT engine gives other bytes.
-IGNORED = tuple({*WRITES, CARD, "*.engine"})
+IGNORED = tuple({*WRITES, CARD, *ENGINES})
 _INDEX = re.compile(r"\{\w+\}")
 _SLAB = re.compile(r"\[\d+\]\.\d+(?=\.)")  # a layer of a stacked tensor, as in the plan's layers[22].3.mlp
 

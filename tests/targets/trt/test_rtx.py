@@ -7,6 +7,7 @@ alone share a form.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import onnx
 import pytest
 
 import bridge
-from bridge.cli.check import check_paths
+from bridge.cli.check import _built, check_paths
 from bridge.core.errors import UsageError, WriteError
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.quant.calibration import Calibration, Provenance
@@ -25,11 +26,14 @@ from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.targets.onnx.lint import lint
 from bridge.targets.trt import engine as engines
+from bridge.targets.trt.compiled import compiled_modules
 from bridge.targets.trt.gpus import parse_gpus
 from bridge.targets.trt.products import RTX, EngineUnavailable, why_unavailable
+from bridge.targets.trt.record import altered_engines, load_engines
 from tests import once
 
 pytest.importorskip("torch")
+ROOT = Path(__file__).parents[3]
 needs_rtx = pytest.mark.skipif(bool(why_unavailable(RTX)), reason="TensorRT for RTX is not installed")
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
@@ -167,18 +171,111 @@ def test_matrices_that_are_multiplied_at_once_share_an_fp8_scale() -> None:
 @needs_rtx
 def test_one_engine_for_several_gpus_is_beside_its_graph_and_check_knows_it(tmp_path: Path) -> None:
     out = copied("int4_wo", "fp16", tmp_path)
-    built = bridge.engine(out, ["RTX 4090", "l40s", "5090"], progress=False)
-    assert built.architectures == ("sm89", "sm120")
+    (engine,) = bridge.engine(out, ["RTX 4090", "l40s", "5090"], progress=False).engines
+    assert engine.architectures == ("sm89", "sm120")
     assert {path.name for path in out.glob("*engine*")} == {"engine.json", "model.sm89+sm120.engine"}
-    assert json.loads((out / "engine.json").read_text())["engines"][0]["compiled"] == {"weight-only INT4": 7}
+    row = json.loads((out / "engine.json").read_text())["engines"][0]
+    assert row["matrices"] == dict.fromkeys(MODULES, "weight-only INT4")
     assert not check_paths([str(out)])
-    engine = out / "model.sm89+sm120.engine"
-    engine.write_bytes(engine.read_bytes()[:-1])
+    path = out / engine.file
+    path.write_bytes(path.read_bytes()[:-1])
     assert any("was changed or cut" in problem.text for problem in check_paths([str(out)]))
     graph = onnx.load(out / "model.onnx", load_external_data=False)
     graph.doc_string = "another"
     (out / "model.onnx").write_bytes(graph.SerializeToString())
-    assert any("is another graph" in problem.text for problem in check_paths([str(out)]))
+    change_weights(out)
+    said = [problem.text for problem in check_paths([str(out)])]
+    assert any("is another graph" in text for text in said) and any("are other weights" in text for text in said)
+
+
+def change_weights(out: Path) -> None:
+    weights = bytearray((out / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (out / "model.safetensors").write_bytes(weights)
+
+
+@needs_rtx
+def test_a_second_engine_joins_the_first_and_one_of_old_weights_goes(tmp_path: Path) -> None:
+    out = copied("int8_wo", "fp16", tmp_path)
+    for gpu in ("sm89", "sm120"):
+        bridge.engine(out, gpu, progress=False)
+    record = load_engines(out)
+    assert record and [engine.file for engine in record.engines] == ["model.sm89.engine", "model.sm120.engine"]
+    assert not check_paths([str(out)])
+    change_weights(out)
+    bridge.engine(out, "sm120", progress=False)
+    assert [path.name for path in out.glob("*.engine")] == ["model.sm120.engine"]
+
+
+def interrupt(done: int, total: int, text: str) -> None:
+    raise KeyboardInterrupt
+
+
+@needs_rtx
+@pytest.mark.parametrize("how", ["builder", "unavailable", "interrupt", "foreign"])
+def test_what_fails_leaves_the_engines_and_their_record(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = copied("int8_wo", "fp16", tmp_path)
+    bridge.engine(out, "sm89", progress=False)
+    before = {path.name: path.read_bytes() for path in out.glob("*engine*")}
+    if how == "builder":
+        monkeypatch.setattr(engines, "_in_child", lambda job, progress: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            bridge.engine(out, "sm120", progress=False)
+    elif how == "unavailable":
+        with pytest.raises(EngineUnavailable, match="--gpu rtx4090"):
+            bridge.engine(out)
+    elif how == "interrupt":
+        with pytest.raises(KeyboardInterrupt):
+            bridge.engine(out, "sm120", progress=interrupt)
+    else:
+        (out / "model.sm120.engine").write_bytes(b"mine")
+        with pytest.raises(WriteError, match=r"named by no engine\.json"):
+            bridge.engine(out, "sm120", progress=False)
+        assert (out / "model.sm120.engine").read_bytes() == b"mine"
+        (out / "model.sm120.engine").unlink()
+    assert {path.name: path.read_bytes() for path in out.glob("*engine*")} == before
+    assert not list(out.glob("qbridge-*"))
+
+
+@needs_rtx
+def test_two_builds_of_a_directory_do_not_meet(tmp_path: Path) -> None:
+    out = copied("int8_wo", "fp16", tmp_path)
+    with engines._alone(out), pytest.raises(WriteError, match="another process builds engines"):
+        bridge.engine(out, "sm89", progress=False)
+
+
+@needs_rtx
+@pytest.mark.slow
+def test_convert_builds_an_engine_and_another_may_follow(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = bridge.convert(model(), "trt", "int8_wo", out, engine="rtx4090", verify=False, progress=False)
+    assert any("7 of 7 matrices run in weight-only INT8" in note for note in report.notes)
+    assert not check_paths([str(out)])
+    bridge.engine(out, "sm120", progress=False)
+    assert not check_paths([str(out)])
+
+
+@needs_rtx
+@pytest.mark.slow
+def test_check_builds_and_says_what_each_matrix_is(tmp_path: Path) -> None:
+    out = copied("int8_wo", "fp16", tmp_path)
+    problems, built = _built([str(out)], "l40s")
+    assert not problems and built[str(out)].engines[0].summary == "7 of 7 matrices run in weight-only INT8"
+    assert not list(out.glob("*engine*"))
+    with pytest.raises(UsageError, match="--build: name a directory"):
+        _built([], "l40s")
+
+
+def test_a_convolution_is_a_product_and_the_worse_of_two_profiles_counts() -> None:
+    line = (
+        "Name: c, LayerType: correlation, Inputs: [ { Name: x, Datatype: Int8, Format: f }], Constants: [ { Name: w, "
+        "Datatype: Int8, Format: f }], Outputs: [], TacticName: t, Metadata: [ONNX Layer: c/weight/dequantize]"
+    )
+    assert compiled_modules(line, ["c", "d"]) == {"c": "INT8", "d": "dequantized"}
+    half = line.replace("Name: x, Datatype: Int8", "Name: x, Datatype: Half")
+    assert compiled_modules(f"{line}\n{half}", ["c"]) == {"c": "weight-only INT8"}
 
 
 @needs_rtx
@@ -206,41 +303,65 @@ def test_too_little_memory_is_refused_before_the_builder_starts() -> None:
 
 
 @needs_rtx
-def test_what_the_parser_refuses_is_named_by_node_and_leaves_only_the_log(tmp_path: Path) -> None:
+def test_what_the_parser_refuses_is_named_by_node_and_the_log_is_kept(tmp_path: Path) -> None:
     out = copied("int4_wo", "fp16", tmp_path)
     model = onnx.load(out / "model.onnx", load_external_data=False)
     node = next(node for node in model.graph.node if node.op_type == "Softmax")
     node.op_type, node.name = "Compress", "broken"
     (out / "model.onnx").write_bytes(model.SerializeToString())
     assert any("[parser]" in problem.text and "broken" in problem.text for problem in check_paths([str(out)]))
-    with pytest.raises(WriteError, match=r"parser refuses it(.|\n)*broken(.|\n)*its log"):
-        bridge.engine(out, "sm89")
-    assert not list(out.glob("*.engine")) and not (out / "engine.json").exists()
-    assert "broken" in (out / "model.sm89.log").read_text()
-
-
-@needs_rtx
-def test_a_crash_of_the_builder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crashing(job: Any, log: Path, progress: Any) -> Any:
-        return real({**job, "graph": "/dev/null/none"}, log, progress)
-
-    real = engines._in_child
-    monkeypatch.setattr(engines, "_in_child", crashing)
-    out = copied("int8_wo", "fp16", tmp_path)
-    with pytest.raises(WriteError, match=r"crashed \(exit status 1\) and left no engine"):
+    with pytest.raises(WriteError, match=r"parser refuses it(.|\n)*broken(.|\n)*its log: ") as raised:
         bridge.engine(out, "sm89", progress=False)
-    assert (out / "model.sm89.log").exists() and not list(out.glob("*.engine"))
+    assert "broken" in taken(raised.value)
+    assert not list(out.glob("*engine*"))
+
+
+def taken(error: BaseException) -> str:
+    """The text of the log that an error names, which is removed."""
+    log = Path(str(error).rpartition("its log: ")[2])
+    text = log.read_text()
+    log.unlink()
+    return text
 
 
 @needs_rtx
-def test_an_interrupt_leaves_no_engine_and_no_log(tmp_path: Path) -> None:
-    def interrupt(done: int, total: int, text: str) -> None:
-        raise KeyboardInterrupt
-
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", r"crashed \(signal 11\) and left nothing"),
+        ("raise ImportError('libtensorrt_rtx.so.1: cannot open')", "cannot be loaded: libtensorrt_rtx.*pip install"),
+    ],
+)
+def test_a_builder_that_crashes_or_does_not_load_is_named(
+    code: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tensorrt_rtx_bindings.py").write_text(code)
     out = copied("int8_wo", "fp16", tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        bridge.engine(out, "sm89", progress=interrupt)
-    assert not [*out.glob("*.engine"), *out.glob("*.log"), *out.glob("engine.json")]
+    monkeypatch.setattr(engines, "_environment", lambda: {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    with pytest.raises(WriteError, match=why) as raised:
+        bridge.engine(out, "sm89", progress=False)
+    if "its log" in str(raised.value):
+        taken(raised.value)
+    assert not list(out.glob("*engine*"))
+
+
+@needs_rtx
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = copied("int8_wo", "fp16", tmp_path)
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
+    limit += "; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"
+    (tmp_path / "sitecustomize.py").write_text(limit)
+    monkeypatch.setattr(engines, "_environment", lambda: {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    with pytest.raises(WriteError, match="cannot be written: File too large") as raised:
+        bridge.engine(out, "sm89", progress=False)
+    taken(raised.value)
+    assert not list(out.glob("*engine*"))
+
+
+def test_engine_json_from_strangers_is_read_as_data(tmp_path: Path) -> None:
+    for text in ('{"engines": [{"file": 5}]}', "[" * 5000, "{", '{"weights_sha256": "", "engines": 3}'):
+        (tmp_path / "engine.json").write_text(text)
+        assert ["cannot be read" in line for line in altered_engines(tmp_path)] == [True]
 
 
 def test_without_the_extra_the_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,9 +370,22 @@ def test_without_the_extra_the_install_command_is_named(monkeypatch: pytest.Monk
         bridge.plan(model(), "trt", "int8_wo", engine="sm89")
 
 
-def test_names_of_gpus_are_those_of_shops_and_of_architectures() -> None:
-    assert parse_gpus("GeForce RTX 4090, NVIDIA L40S, ada") == ("sm89",)
-    assert parse_gpus(["T4", "blackwell", "sm86"]) == ("sm75", "sm86", "sm120")
+def test_names_of_gpus_are_those_of_shops_of_nvidia_smi_and_of_architectures() -> None:
+    assert parse_gpus("GeForce RTX 4090, NVIDIA L40S, ada, 8.9, NVIDIA RTX 6000 Ada Generation") == ("sm89",)
+    assert parse_gpus(["Tesla T4", "blackwell", "NVIDIA A10G", "RTX 4070 Ti SUPER"]) == (
+        "sm75",
+        "sm86",
+        "sm89",
+        "sm120",
+    )
+    assert parse_gpus("NVIDIA A100-SXM4-80GB") == ("sm80",)
+    assert parse_gpus("ampere") == ("sm80", "sm86")
+    bad: Any
+    for bad in ("", [], [None], "rtx4090,"):
+        with pytest.raises(UsageError, match="give names or architectures"):
+            parse_gpus(bad)
+    with pytest.raises(UsageError, match=r"SM90.*trtexec.txt"):
+        parse_gpus("NVIDIA H100 80GB HBM3")
 
 
 def test_a_float32_source_becomes_float16_where_a_gpu_is_named() -> None:
