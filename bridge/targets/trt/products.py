@@ -43,7 +43,7 @@ def why_unavailable(product: str = FULL) -> str:
 def _why_no_rtx() -> str:
     """The child process imports it: a library that fails to load must not end this one."""
     if importlib.util.find_spec(RTX) is None:
-        return f"TensorRT for RTX is not installed; install it (Linux or Windows, x86-64): {INSTALL_RTX}"
+        return f"TensorRT for RTX is not installed; install it (Linux, x86-64): {INSTALL_RTX}"
     return ""
 
 
