@@ -42,7 +42,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "bridge.workflows.inspect.side_by_side.Compared", "bridge.workflows.inspect.side_by_side.Difference",
             "bridge.workflows.inspect.result.Record", "bridge.workflows.inspect.result.Magnitudes",
             "bridge.workflows.inspect.result.CodeRange", "bridge.workflows.inspect.session.Session",
-            "bridge.targets.trt.engine.Engines", "bridge.targets.trt.engine.Engine", "bridge.BridgeError",
+            "bridge.targets.trt.record.Engines", "bridge.targets.trt.record.Engine", "bridge.BridgeError",
         ),
     ),
     "protocols": (
