@@ -45,6 +45,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "programs": targets.programs,
     "runtimes": runtimes.schemes,
     "evidence": runtimes.evidence,
+    "compiled": runtimes.compiled,
     "written": targets.written,
     "families": sweep.families,
     "refused-families": sweep.reasons,

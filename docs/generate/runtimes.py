@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge.planning.contract_files import runtimes
+from bridge.planning.contract_files import load_runtime, runtimes
 from bridge.planning.contracts import Contract, Runtime
 from bridge.quant.describe import contract_words
 from bridge.quant.schemes.catalog import scheme_names
@@ -12,7 +12,7 @@ from docs.generate.matrix import table
 
 
 def schemes() -> str:
-    """A row per scheme, a column per program: `run`, `read`, or `no` if it is refused."""
+    """A row per scheme, a column per program: `run`, `built`, `read`, or `no` if it is refused."""
     known = runtimes()
     rows = [[f"`{name}`", *(_cell(runtime, load_scheme(name)) for runtime in known)] for name in scheme_names()]
     return table(["scheme", *(f"`{runtime.name}`" for runtime in known)], rows)
@@ -23,8 +23,19 @@ def _cell(runtime: Runtime, scheme: Scheme) -> str:
     for contract in runtime.contracts:
         if not contract.lacks(scheme.formats):
             evidence = {contract.loads[contract_words(format_)].evidence.how for format_ in scheme.formats}
-            return "run" if evidence == {"run"} else "read"
+            return next((how for how in ("read", "built") if how in evidence), "run")
     return "no"
+
+
+def compiled(name: str) -> str:
+    """What a program's compiler makes of each pair of formats, the first architecture that has it, and its schemes."""
+    (contract,) = load_runtime(name).contracts
+    rows = []
+    for words, row in contract.loads.items():
+        weights, _, inputs = words.partition(" | ")
+        loaded = [f"`{one}`" for one in scheme_names() if {*map(contract_words, load_scheme(one).formats)} == {words}]
+        rows.append([", ".join(loaded) or "a recipe", weights, inputs, row.computes, row.since.upper()])
+    return table(["schemes", "weights", "inputs", "products are", "since"], rows)
 
 
 def evidence() -> str:
