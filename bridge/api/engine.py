@@ -40,7 +40,10 @@ def engine(
         EngineUnavailable: TensorRT for RTX is not installed.
         WriteError: the parser or the builder refuses a graph.
 
-    >>> bridge.engine("llama-fp8", "rtx4090")  # doctest: +SKIP
+    >>> tiny = "examples/models/tiny-llama"
+    >>> report = bridge.convert(tiny, "trt", "int8_wo", "for-engines", dtype="fp16", verify=False)
+    >>> bridge.engine("for-engines", "rtx4090,rtx5090").engines[0].summary
+    '35 of 35 matrices run in weight-only INT8'
     """
     from bridge.targets.trt.engine import build_engines, build_on_this_gpu
     from bridge.targets.trt.gpus import parse_gpus, why_no_engine

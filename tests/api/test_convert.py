@@ -67,7 +67,7 @@ def test_the_tiny_llama_passes_every_gate(converted: tuple[Path, Any]) -> None:
     assert {o.reference for o in report.parity.outputs} == {"source", "modelopt"}
     source = report.parity.outputs[0]
     assert source.positions >= 64
-    assert abs(source.perplexity / source.reference_perplexity - 1) < 0.02
+    assert abs(source.perplexity / source.reference_perplexity - 1) < 0.04  # 3 % with scales that q, k and v share
     assert not report.findings
     assert report.bytes < 0.5 * report.source_bytes
 

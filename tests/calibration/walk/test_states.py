@@ -18,10 +18,9 @@ import bridge  # noqa: E402
 from bridge.calibration.calibrate import choose_strategy  # noqa: E402
 from bridge.calibration.data import prepare  # noqa: E402
 from bridge.calibration.job import CalibrationJob  # noqa: E402
-from bridge.calibration.walk import states  # noqa: E402
+from bridge.calibration.walk import resume, states  # noqa: E402
 from bridge.calibration.walk.budget import Tokens, by_blocks, calibration_need, choice  # noqa: E402
 from bridge.calibration.walk.options import Options  # noqa: E402
-from bridge.calibration.walk.resume import Partial  # noqa: E402
 from bridge.calibration.walk.run import Walk, calibrate_by_blocks  # noqa: E402
 from bridge.calibration.walk.states import Spill  # noqa: E402
 from bridge.core.errors import BridgeWarning, UsageError, WriteError  # noqa: E402
@@ -235,8 +234,9 @@ def test_a_disk_that_fills_is_told_and_the_run_goes_on_afterwards(
     source = open_source(tmp_path / "model")
     structure = structure_of(source)
     scheme, data = load_scheme("int4_gptq").bound(structure.sites), prepare(batches(), source)
-    cls, name = (AppendedFile, "append") if what == "chosen codes" else (Partial, "_write")
-    plain, calls = getattr(cls, name), 0
+    home: Any = AppendedFile if what == "chosen codes" else resume
+    name = "append" if what == "chosen codes" else "_write"
+    plain, calls = getattr(home, name), 0
 
     def full(*given: Any) -> Any:
         nonlocal calls
@@ -250,7 +250,7 @@ def test_a_disk_that_fills_is_told_and_the_run_goes_on_afterwards(
 
     expected = digest(None)
     with monkeypatch.context() as patch:
-        patch.setattr(cls, name, full)
+        patch.setattr(home, name, full)
         if what == "finished blocks":
             calls = 6
         with pytest.raises(WriteError, match=rf"the disk is full while {what} were kept there; free some") as raised:

@@ -10,7 +10,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bridge.workflows.golden.snapshot import SnapshotReader
+from bridge.workflows.golden.snapshot import SnapshotReader, origins_of
 from tests.fuzz.case import Case, Target
 from tests.fuzz.mutate import damaged, json_text, trees
 from tests.models.golden_made import converted_made
@@ -43,7 +43,7 @@ def cases(root: Path) -> SearchStrategy[Case]:
 
 def read(root: Path) -> SnapshotReader:
     found = SnapshotReader(root)
-    assert found.origins is not None
+    origins_of(found.plan)
     return found
 
 

@@ -333,7 +333,7 @@ def test_encoders_and_images_equal_modelopt(name: str, scheme: str, tmp_path: Pa
         feeds["attention_mask"][1, 40:] = 0
     given = {key: torch.as_tensor(array) for key, array in feeds.items()}
     answer = ask(model, scheme, lambda m: m(**given))
-    bridge.convert(model, "trt", scheme, tmp_path / "out", calib=answer.calibration, verify=False)
+    bridge.convert(model, "trt", scheme, tmp_path / "out", calib=answer.calibration, verify=False, own_scales=True)
     runtime = Runtime(tmp_path / "out")
     ours = runtime.run(feeds)[runtime.outputs[0]]
     with torch.no_grad():
