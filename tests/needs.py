@@ -22,10 +22,7 @@ class Lazy:
         object.__setattr__(self, "_name", name)
 
     def __setattr__(self, attribute: str, value: Any) -> None:
-        setattr(importlib.import_module(self._name), attribute, value)
-
-    def __delattr__(self, attribute: str) -> None:
-        delattr(importlib.import_module(self._name), attribute)
+        raise TypeError(f"patch {self._name}.{attribute} by its dotted name: pytest restores it only there")
 
     def __dir__(self) -> list[str]:
         return dir(importlib.import_module(self._name))

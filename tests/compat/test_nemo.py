@@ -234,7 +234,9 @@ def test_inputs_of_a_gpt_are_calibrated_no_lower_than_nemo_does() -> None:
 def test_modelopt_quantizes_once_and_the_callers_model_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     real, model = mtq.quantize, built("llama")
-    monkeypatch.setattr(mtq, "quantize", lambda *args, **rest: calls.append(args) or real(*args, **rest))
+    monkeypatch.setattr(
+        "modelopt.torch.quantization.quantize", lambda *args, **rest: calls.append(args) or real(*args, **rest)
+    )
     with torch.no_grad():
         before = model(IDS).logits
         runs: list[Any] = []
