@@ -66,7 +66,7 @@ def test_genai_speaks_as_the_exact_session_does(scheme: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(("scheme", "kv"), [("fp8", "fp8"), ("int8", "int8")])
 def test_genai_keeps_quantized_caches(scheme: str, kv: str, tmp_path: Path) -> None:
     bridge.convert(LLAMA, "trt", scheme, tmp_path / "out", kv=kv, verify=False, samples=4, sequence=32)
-    # With the ids of seeds 3 and 4 an input lies so near a tie that steps and the whole pass round it apart: logits 0.02.
+    # With the ids of seeds 3 and 4 an input lies so near a tie that steps and the whole pass round it apart: 0.02.
     ids = np.random.default_rng(5).integers(1, 1536, (1, 23))
     assert_equal(tmp_path / "out", optimized(tmp_path / "out"), ids)
 
