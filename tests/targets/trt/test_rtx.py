@@ -145,6 +145,31 @@ def test_a_quantized_cache_is_built(scheme: str, kv: str, tmp_path: Path) -> Non
 
 @needs_rtx
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "first", "fused"), [("int8_wo", "sm75", 2), ("int8", "sm75", 7), ("int4_wo", "sm80", 7)]
+)
+def test_a_form_is_built_for_the_first_architecture_that_has_it(
+    form: str, first: str, fused: int, tmp_path: Path
+) -> None:
+    built = bridge.engine(written(form, "fp16"), first, tmp_path / "engines", progress=False)
+    assert built.engines[0].compiled == {FORMS[form]: fused} | ({"dequantized": 7 - fused} if fused < 7 else {})
+
+
+@needs_rtx
+@pytest.mark.slow
+def test_a_recipe_that_mixes_formats_and_quantizes_the_head_is_built(tmp_path: Path) -> None:
+    recipe = tmp_path / "mixed.toml"
+    rules = (("*.mlp.*", "int4_wo"), ("lm_head", "int8_wo"))
+    text = "".join(f'\n[[rule]]\nmodules = ["{modules}"]\nquant = "{quant}"\n' for modules, quant in rules)
+    recipe.write_text(f'base = "int8_wo"\n{text}')
+    bridge.convert(model(), "trt", str(recipe), tmp_path / "out", dtype="fp16", verify=False, progress=False)
+    (engine,) = bridge.engine(tmp_path / "out", "sm89", progress=False).engines
+    assert engine.matrices["lm_head"] == "weight-only INT8"
+    assert engine.compiled == {"weight-only INT8": 5, "weight-only INT4": 3}
+
+
+@needs_rtx
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_attention_is_built_in_any_dtype_without_the_operator(dtype: str, tmp_path: Path) -> None:
     out = written("int8_wo", dtype, opset=24)
