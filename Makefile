@@ -76,7 +76,7 @@ browser:
 	    || echo "no chromium and chromedriver, and they cannot be installed here: the tests marked browser will be skipped"
 
 # Programs that tests compare with and that are not needed elsewhere, 250 MB: tests that need them are skipped without.
-oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3 .venv/te .venv/peft .venv/diffusers
+oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3 .venv/te .venv/peft .venv/diffusers .venv/edgellm
 
 .venv/onnx: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ \
@@ -109,6 +109,13 @@ oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3 .venv/te .venv/peft .ve
 .venv/diffusers: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ diffusers==0.42.1 accelerate==1.15.0
 	touch $@
+
+# TensorRT Edge-LLM's exporter and its builder's loader, both Python; the wheel of 200 MB is mostly machine code, which stays out.
+.venv/edgellm: $(STAMP)
+	rm -rf $@
+	$(BIN)/python -m pip download --quiet --no-deps -d $@/wheel tensorrt-edgellm==0.11.0
+	$(BIN)/python -m tests.oracles.unpack $@/wheel --into $@
+	rm -rf $@/wheel
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -186,7 +193,7 @@ $(STAMP): $(DEMO)
 	    lm-format-enforcer==0.11.3 interegular outlines_core==0.2.14 oss-harmony mistral_common llguidance==1.7.6 \
 	    pycountry jinja2 xgrammar==0.2.8 apache-tvm-ffi
 	.venv/vllm/bin/python -m pip download --quiet --no-deps --only-binary :all: -d .venv/vllm/wheel vllm==$(VLLM)
-	.venv/vllm/bin/python -m tests.oracles.vllm_runtime.unpack .venv/vllm/wheel
+	.venv/vllm/bin/python -m tests.oracles.unpack .venv/vllm/wheel
 	rm -rf .venv/vllm/wheel
 	touch $@
 

@@ -96,7 +96,7 @@ def test_ranks_get_whole_heads_and_whole_blocks(scheme: str, format_: str, most:
 def test_a_limit_of_ranks_is_told_where_the_model_itself_has_a_higher_one() -> None:
     plans = [bridge.plan(TINY, "hf", scheme, format="compressed-tensors") for scheme in ("int4_wo", "int8_wo")]
     assert [verdict(load_runtime("vllm"), plan).ranks for plan in plans] == [1, 0]
-    lines = [loading_line(loadings(plan)) for plan in plans]
+    lines = [loading_line(loadings(plan)).partition("; not ")[0] for plan in plans]
     assert "vLLM 0.33 (on one rank: no tensor parallelism)" in lines[0] and lines[1].endswith("vLLM 0.33")
 
 
