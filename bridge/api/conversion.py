@@ -18,6 +18,7 @@ from bridge.api.request import (
     Request,
     ResolvedRequest,
     data_to_compare,
+    in_dtype_that_fits,
     resolve,
     unwarned_data_of,
     warn_of,
@@ -91,7 +92,7 @@ def run(request: Request, options: RunOptions) -> Report:
             request.progress(0, 0, "plan")
             source = request.source()
             request, recipe = _choose_scheme(source, request, clock)
-            resolved = resolve(source, request)
+            resolved = in_dtype_that_fits(resolve(source, request))
             if recipe:
                 notes = (*resolved.plan.notes, *choice_notes(recipe))
                 resolved = replace(resolved, plan=replace(resolved.plan, notes=notes))

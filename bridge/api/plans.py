@@ -11,7 +11,7 @@ from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
 from bridge.core.errors import PlanError, SchemeError, UsageError
 from bridge.core.machine import without_collection
 from bridge.core.text import byte_count, number
-from bridge.core.values import Structure
+from bridge.core.values import Structure, main_dtype
 from bridge.planning.contract_files import load_runtime, runtimes
 from bridge.planning.contracts import FUSED, Contract, Runtime, flag, verdict
 from bridge.planning.make import PlanInputs, incompatibilities, make_plan
@@ -133,7 +133,9 @@ def plan_of(
             why = (len(contracts) == 1 and _why_unsupported(contract, scheme, options)) or why
             refused.setdefault(why, []).append(contract.flags(contract.target))
             continue
-        inputs = _plan_inputs(source, structure, contract.target, scheme, {**contract.options, **options})
+        half = _dtype_for(contract, source, options)
+        given = {**contract.options, **options, **half}
+        inputs = _plan_inputs(source, structure, contract.target, scheme, given)
         try:
             plan = _checked(make_plan(inputs), inputs)
         except (PlanError, SchemeError) as error:
@@ -144,7 +146,8 @@ def plan_of(
         answer = verdict(program, plan)
         if not answer.why_not:
             rounds = f", which rounds inputs to {answer.inputs}" if answer.inputs else ""
-            notes = (*plan.notes, f"for {program.title}{rounds}: {contract.flags()}")
+            chosen = f", float32 as {half['dtype']} (--dtype)" if half else ""
+            notes = (*plan.notes, f"for {program.title}{rounds}: {contract.flags()}{chosen}")
             plan = replace(plan, notes=notes, program=program.name)
             if not (scheme and _leaves_experts(plan)):
                 return plan
@@ -156,6 +159,12 @@ def plan_of(
     if not refused:
         raise SchemeError(_not_loaded(program, target, options))
     raise SchemeError(_refusal(program, scheme, structure.architecture, contracts, refused))
+
+
+def _dtype_for(contract: Contract, source: Source, options: Mapping[str, Any]) -> dict[str, str]:
+    """The dtype in which a program is given a float32 source, if nobody chose one."""
+    asked = contract.float32_as and options.get("dtype") is None
+    return {"dtype": contract.float32_as} if asked and main_dtype(source.specs.values()) == "float32" else {}
 
 
 def _leaves_experts(plan: Plan) -> bool:

@@ -14,7 +14,7 @@ from bridge.core.errors import BridgeError, CalibrationError, UsageError, warn
 from bridge.core.progress import Progress, no_progress
 from bridge.core.remote.path import remote
 from bridge.core.text import fold_problems
-from bridge.core.values import Format, Structure
+from bridge.core.values import Format, Structure, main_dtype
 from bridge.planning.memory import extent, stream_memory
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
@@ -185,6 +185,29 @@ def resolve(source: Source, request: Request) -> ResolvedRequest:
         check(plan_, request.memory)
     calibration = given_calibration(request.calib, request.data is not None, source, structure, plan_, scheme)
     return ResolvedRequest(request, source, structure, scheme, plan_, directory, calibration, budget)
+
+
+def in_dtype_that_fits(resolved: ResolvedRequest) -> ResolvedRequest:
+    """Plan bfloat16 where float16, which nobody asked for, holds a value of a float32 source as infinity.
+
+    An engine and TensorRT for RTX are given float16. Reads the tensors that stay unquantized, before work begins.
+    """
+    from bridge.streaming.encode import OVERFLOW
+    from bridge.verification.finite import first_beyond
+
+    request, plan_, source = resolved.request, resolved.plan, resolved.source
+    chosen = request.options.get("dtype") is None and main_dtype(source.specs.values()) == "float32"
+    if not chosen or plan_.options.get("dtype") != "float16":
+        return resolved
+    plain = [step.source for step in plan_.steps if step.source and not step.format]
+    calibrated = resolved.calibration.input_amax if resolved.calibration else {}
+    inputs = (name for name, amax in calibrated.items() if float(amax) >= OVERFLOW["float16"])
+    if not (name := first_beyond(source, plain, OVERFLOW["float16"]) or next(inputs, "")):
+        return resolved
+    half = replace(request, options={**request.options, "dtype": "bf16"})
+    planned = resolve(source, half)
+    note = f"{name} has values that float16 does not hold: bfloat16 (--dtype)"
+    return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, note)))
 
 
 def _check_outside(out: Path, source: Source) -> None:

@@ -18,7 +18,7 @@ OF_TARGETS = ("graphs", "tokens", "gpus", "elsewhere")  # sections that targets 
 CONTRACT_KEYS: dict[str, type] = {
     "target": str, "options": dict, "prescales": bool, "kept": bool, "kv": dict, "loads": dict,
     "stacked": dict, "split": dict, "mixed": dict, "head": dict, "plain": dict, "ranks": dict, "sparse": dict,
-    "but_not": list,
+    "but_not": list, "float32_as": str,
 }  # fmt: skip
 CONDITIONS: dict[str, type] = {
     "out": int, "in": int, "experts": bool, "prescales": bool, "dtypes": list, "but_not": list, "only": list,
@@ -114,6 +114,8 @@ def _contract(file: TableFile, name: str) -> Contract:
             raise file.place(section, key).error(f"`{key}` is {_kind(CONTRACT_KEYS[key])}, not {value!r}")
     if "target" not in words:
         raise file.header(section).error("`target` is missing", hint='target = "hf"')
+    if (dtype := words.get("float32_as", "")) and dtype not in FLAGS:
+        raise file.place(section, "float32_as").error(f"dtype {dtype!r} is unknown", hint=nearest(dtype, FLAGS))
     rows = {part: file.section(f"{section}.{part}") for part in ("loads", "kv")}
     known: dict[str, Any] = {
         key: _evidence(file, section, key, words[key]) for key in ("mixed", "head", "ranks") if key in words
@@ -130,6 +132,7 @@ def _contract(file: TableFile, name: str) -> Contract:
         prescales=words.get("prescales", True),
         kept=words.get("kept", True),
         but_not=tuple(words.get("but_not", ())),
+        float32_as=dtype,
         plain=_row(file, section, "plain", words["plain"]) if "plain" in words else None,
         sparse=_sparse(file, section, words["sparse"]) if "sparse" in words else None,
         **known,

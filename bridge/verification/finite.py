@@ -12,7 +12,7 @@ from bridge.core.dtypes import DTYPES
 from bridge.core.values import Slice, TensorSpec
 from bridge.planning.memory import PIECE
 from bridge.planning.plan import Step
-from bridge.quant.codec.arrays import Array
+from bridge.quant.codec.arrays import Array, amax_of
 from bridge.quant.codec.decode import as_floats
 from bridge.sources.source import Source
 from bridge.streaming.rows import Rows, TensorReader
@@ -37,6 +37,16 @@ def first_not_finite(source: Source) -> str:
     buffers = Buffers()
     bad = (name for name, spec in source.specs.items() if _has_bad(spec, _in_source(source, spec, buffers)))
     return next(bad, "")
+
+
+def first_beyond(source: Source, names: Iterable[str], bound: float) -> str:
+    """The first of some float32 tensors of a source with an absolute value of at least `bound`; "" if none has."""
+    buffers = Buffers()
+    for spec in (source.specs[name] for name in dict.fromkeys(names)):
+        pieces = _in_source(source, spec, buffers) if spec.dtype == "float32" else ()
+        if any(amax_of(bits, spec.dtype) >= bound for bits in pieces):
+            return spec.name
+    return ""
 
 
 def _in_source(source: Source, spec: TensorSpec, buffers: Buffers) -> Iterator[Array]:

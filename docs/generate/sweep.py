@@ -10,7 +10,7 @@ from typing import Any
 from docs.generate.matrix import table
 
 LAST = Path(__file__).parent.parent.parent / "tests" / "sweep" / "last.json"
-FINE = ("equal", "right")
+FINE = ("equal", "right", "built")
 
 
 def families() -> str:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
+from safetensors.torch import load_file, save_file
 
 import bridge
 from bridge.core.errors import BridgeError, SchemeError, UsageError
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
+from bridge.targets.manifest import load_manifest
 from tests.planning.test_contracts import TINY
 
 
@@ -69,3 +74,25 @@ def test_an_unknown_program_or_version_is_refused(runtime: str, message: str) ->
 )
 def test_a_program_is_known_as_bridge_prints_it(given: str, name: str) -> None:
     assert load_runtime(given).name == name
+
+
+def test_a_float32_source_is_given_to_tensorrt_as_float16() -> None:
+    plan = bridge.plan(TINY, "trt", "int8_wo", runtime="tensorrt-rtx")
+    assert plan.options["dtype"] == "float16" and plan.notes[-1].endswith("float32 as float16 (--dtype)")
+    asked = bridge.plan(TINY, "trt", "int8_wo", runtime="tensorrt-rtx", dtype="fp32")
+    assert asked.options["dtype"] == "float32" and "float32 as" not in asked.notes[-1]
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(65519.0, "float16"), (65520.0, "bfloat16")])
+def test_values_that_float16_does_not_hold_are_written_as_bfloat16(value: float, dtype: str, tmp_path: Path) -> None:
+    """65519 is rounded to 65504, the largest; 65520 to infinity."""
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    tensors = load_file(model / "model.safetensors")
+    norm = "model.layers.2.input_layernorm.weight"
+    tensors[norm][3] = value
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    bridge.convert(model, "trt", "int8_wo", tmp_path / "out", runtime="tensorrt-rtx", verify=False, progress=False)
+    plan = load_manifest(tmp_path / "out").plan
+    assert plan.options["dtype"] == dtype
+    assert (f"{norm} has values that float16 does not hold: bfloat16 (--dtype)" in plan.notes) == (dtype == "bfloat16")

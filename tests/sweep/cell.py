@@ -22,6 +22,7 @@ from bridge.core.errors import BridgeError
 from bridge.targets.onnx.files import is_multimodal
 from bridge.targets.onnx.run.encoder_decoder import Arrays, EncoderDecoder
 from bridge.targets.onnx.run.runtime import Runtime
+from bridge.targets.trt.engine import parser_findings
 from bridge.verification.outputs import relative_l2
 from tests.oracles import export_oracle as oracle
 from tests.oracles.modelopt_oracle import Answer, ask
@@ -35,8 +36,10 @@ CELLS: dict[str, tuple[str, str | None]] = {
     "hf int4_awq": ("hf", "int4_awq"),
     "hf nvfp4_wo": ("hf", "nvfp4_wo"),
     "trt": ("trt", None),
+    "trt engine": ("trt", "int8_wo"),  # the one scheme that asks nothing of the widths of tiny models
 }
-ENDS = ("equal", "right", "differs", "refused", "wrong", "crashed")
+ENGINE = "sm89,sm120"
+ENDS = ("equal", "right", "built", "parsed", "differs", "refused", "wrong", "crashed")
 STEPS = 8
 WITHOUT = "cache=False"  # what a refusal says if there is a graph without a cache
 ROUNDINGS = 4  # times the distance of transformers' float32 from its float64, where that is large
@@ -52,8 +55,10 @@ class Ended:
     equal     every byte is ModelOpt's
     right     proved by our own verification, or equal to transformers' logits; `words`: what ModelOpt does instead.
               Where its values are others: our outputs are nearer to the float model's
+    built     TensorRT for RTX made engines of the graphs, which nothing ran; `words`: what matrices compiled to
+    parsed    its parser takes the graphs and its builder does not; `words`: what it says
     differs   proved, but values of tensors are others than ModelOpt's
-    refused   with a message of ours
+    refused   with a message of ours, or by TensorRT's parser
     wrong     not proved, or other logits than transformers'
     crashed   with anything else
     """
@@ -76,6 +81,7 @@ def run(family: str, cell: str, work: Path) -> Ended:
     if target == "trt" and (pixels := batches[0].get("pixel_values")) is not None and pixels.ndim > 3:
         _say_size(directory, pixels)
     options: dict[str, Any] = {"own_scales": True, "dtype": "bf16"} if target == "hf" else {"verify": False}
+    options |= {"dtype": "fp16"} if cell == "trt engine" else {}
     data = {"calib": batches} if scheme in ("fp8", "int4_awq") else {}
 
     def convert(**more: Any) -> Any:
@@ -94,7 +100,7 @@ def run(family: str, cell: str, work: Path) -> Ended:
     except Exception as error:
         return Ended("crashed", _shortened(f"{type(error).__name__}: {error} ({_place(error)})", work))
     if target == "trt":
-        ended = compare_logits(model, out)
+        ended = build_engines(out, work) if scheme else compare_logits(model, out)
         return replace(ended, words=apart + ended.words)
     assert scheme
     if not report.passed:
@@ -103,6 +109,16 @@ def run(family: str, cell: str, work: Path) -> Ended:
             return _coarse(directory, scheme, batches, out, failed[0].why)
         return Ended("wrong", "; ".join([*report.findings, *(one.why for one in failed)])[:300])
     return compare_export(directory, scheme, batches, out, work / f"{cell}-theirs")
+
+
+def build_engines(out: Path, work: Path) -> Ended:
+    """Let TensorRT for RTX build engines of all graphs of a directory."""
+    try:
+        engines = bridge.engine(out, ENGINE, progress=False).engines
+    except BridgeError as error:
+        parsed = not parser_findings(out)
+        return Ended("parsed" if parsed else "refused", _shortened(str(error), work))
+    return Ended("built", "; ".join(dict.fromkeys(engine.summary for engine in engines)))
 
 
 def _say_size(directory: Path, pixels: torch.Tensor) -> None:
