@@ -24,6 +24,7 @@ def engine(
     gpu: str | Sequence[str] | None = None,
     out: str | Path | None = None,
     *,
+    profile: str | Mapping[str, Sequence[int]] | None = None,
     memory: int | str | None = None,
     progress: Progress | bool | None = None,
 ) -> Engines:
@@ -33,10 +34,13 @@ def engine(
         gpu: names of GPUs or architectures, "rtx4090,rtx5090" or "sm89"; one engine is for all of them. None builds
             model.engine with the full TensorRT, for this machine's GPU.
         out: a new directory for the engines and `engine.json`; None puts them beside the graphs.
+        profile: the least, the usual and the largest extent of axes, "batch=1:4:16,past_sequence=0:512:4096"; others
+            keep their defaults.
         memory: bytes that the build may take, or "24GB"; None takes what is free.
 
     Raises:
-        UsageError: an unknown GPU; formats that the oldest of them lacks; too little memory.
+        UsageError: an unknown GPU; formats that the oldest of them lacks; an axis that no graph has, or more tokens
+            than positions; too little memory.
         EngineUnavailable: TensorRT for RTX is not installed.
         WriteError: the parser or the builder refuses a graph.
 
@@ -47,6 +51,7 @@ def engine(
     """
     from bridge.targets.trt.engine import build_engines, build_on_this_gpu
     from bridge.targets.trt.gpus import parse_gpus, why_no_engine
+    from bridge.targets.trt.profile import parse_ranges
 
     directory, callback = Path(model), callback_of(progress)
     plan = load_manifest(directory).plan
@@ -56,20 +61,23 @@ def engine(
         )
     config = _config(directory)
     if gpu is None:
-        if out is not None or memory is not None:
-            raise UsageError("out and memory are for engines of named GPUs: give gpu (--gpu), for example rtx4090")
+        if out is not None or memory is not None or profile is not None:
+            raise UsageError(
+                "out, profile and memory are for engines of named GPUs: give gpu (--gpu), for example rtx4090"
+            )
         return build_on_this_gpu(directory, config, callback)
     architectures = parse_gpus(gpu)
     if problems := why_no_engine(plan.steps, plan.options["dtype"], architectures):
         raise UsageError("\n  ".join([f"{directory}:", *problems]))
     limit = None if memory is None else byte_count(memory, "memory=")
+    ranges = {} if profile is None else parse_ranges(profile)
     if out is None:
-        return build_engines(directory, config, architectures, memory=limit, progress=callback)
+        return build_engines(directory, config, architectures, memory=limit, ranges=ranges, progress=callback)
     new = Path(out).absolute()
     check_free(new, overwrite=False, replacing="remove it")
     if not new.parent.is_dir():
         raise UsageError(f"{new}: {new.parent} is not a directory; make it first")
-    return build_engines(directory, config, architectures, out=new, memory=limit, progress=callback)
+    return build_engines(directory, config, architectures, out=new, memory=limit, ranges=ranges, progress=callback)
 
 
 def _config(directory: Path) -> Mapping[str, Any]:

@@ -95,7 +95,7 @@ def verify(terminal: Terminal, **given: Any) -> None:
     _print_report(terminal, bridge.verify(**given, progress=terminal.progress))
 
 
-@verb("qbridge engine llama-fp8 --gpu rtx4090,rtx5090", "model gpu out memory quiet json debug")
+@verb("qbridge engine llama-fp8 --gpu rtx4090,rtx5090", "model gpu profile out memory quiet json debug")
 def engine(terminal: Terminal, **given: Any) -> None:
     """Build TensorRT engines of a written model, without a GPU.
 

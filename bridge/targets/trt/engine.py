@@ -24,12 +24,12 @@ from bridge.core.machine import available_memory
 from bridge.core.output.directory import check_disk
 from bridge.core.output.temporary import temporary_directory
 from bridge.core.progress import Progress, no_progress
-from bridge.core.text import size
+from bridge.core.text import nearest, size
 from bridge.targets.onnx.files import WEIGHTS, graphs
 from bridge.targets.trt.build import Built, build_engine
 from bridge.targets.trt.compiled import compiled_modules, quantized_modules
 from bridge.targets.trt.products import FULL, INSTALL_RTX, RTX, TITLES, EngineUnavailable, rtx_version, why_unavailable
-from bridge.targets.trt.profile import Profile, profiles_of, trtexec_line
+from bridge.targets.trt.profile import Profile, Range, dynamic_axes, profiles_of, trtexec_line
 from bridge.targets.trt.record import Engine, Engines, digest_of, load_engines, with_digests
 
 ENDING = ".engine"
@@ -48,6 +48,7 @@ def build_engines(
     *,
     out: Path | None = None,
     memory: int | None = None,
+    ranges: Mapping[str, Range] = {},
     progress: Progress = no_progress,
 ) -> Engines:
     """Build an engine of each graph for some architectures with TensorRT for RTX; `engine.json` is written last.
@@ -55,7 +56,8 @@ def build_engines(
     An engine for other architectures that is valid still stays, and so does its row.
 
     config: the model's, whose positions limit the profiles.  out: a directory for the engines, which must not be there
-    and appears whole; by default they are beside the graphs.  memory: bytes that the build may take.
+    and appears whole; by default they are beside the graphs.  memory: bytes that the build may take.  ranges: of axes,
+    instead of those of the default profiles.
 
     Raises:
         EngineUnavailable: TensorRT for RTX is not installed.
@@ -76,7 +78,8 @@ def build_engines(
     weights = directory / WEIGHTS
     check_memory(weights.stat().st_size if weights.exists() else 0, memory)
     about = (TITLES[RTX], rtx_version(), tuple(architectures), BOUND[RTX])
-    return _built(directory, config, f".{tag}{ENDING}", about, build, out)
+    profiles = _profiles(directory, config, ranges)
+    return _built(directory, profiles, f".{tag}{ENDING}", about, build, out)
 
 
 def build_on_this_gpu(directory: Path, config: Mapping[str, Any], progress: Progress = no_progress) -> Engines:
@@ -91,12 +94,24 @@ def build_on_this_gpu(directory: Path, config: Mapping[str, Any], progress: Prog
         return build_engine(graph, engine, profiles, progress, product=FULL)
 
     version = str(importlib.import_module(FULL).__version__)
-    return _built(directory, config, ENDING, (TITLES[FULL], version, ("this GPU",), BOUND[FULL]), build, None)
+    profiles = _profiles(directory, config)
+    return _built(directory, profiles, ENDING, (TITLES[FULL], version, ("this GPU",), BOUND[FULL]), build, None)
+
+
+def _profiles(
+    directory: Path, config: Mapping[str, Any], ranges: Mapping[str, Range] = {}
+) -> dict[Path, tuple[Profile, ...]]:
+    """The profiles of each graph; UsageError if no graph has an axis that a range is given for."""
+    made = {graph: profiles_of(config, graph, ranges) for graph in graphs(directory)}
+    known = {axis for graph in made for axis in dynamic_axes(graph)}
+    if unknown := [name for name in ranges if name not in known]:
+        raise UsageError(f"profile: no graph has a dynamic axis {unknown[0]!r}; {nearest(unknown[0], known)}")
+    return made
 
 
 def _built(
     directory: Path,
-    config: Mapping[str, Any],
+    profiles_by_graph: Mapping[Path, tuple[Profile, ...]],
     ending: str,
     about: tuple[str, str, tuple[str, ...], str],
     build: Any,
@@ -111,8 +126,8 @@ def _built(
         new = work / "engines"
         new.mkdir()
         made = []
-        for graph in graphs(directory):
-            engine, profiles, digest = new / f"{graph.stem}{ending}", profiles_of(config, graph), digest_of(graph)
+        for graph, profiles in profiles_by_graph.items():
+            engine, digest = new / f"{graph.stem}{ending}", digest_of(graph)
             built = build(graph, profiles, engine)
             matrices = compiled_modules(built.layers, quantized_modules(graph)) if built.layers else {}
             rows = tuple(asdict(profile) for profile in profiles)

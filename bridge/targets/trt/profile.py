@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,50 @@ class Profile:
         return {**own, **SOUND, **DENOISER, **ROWS, **SIGHT, "total_sequence": total, **self.others}  # type: ignore[dict-item]
 
 
-def profiles_of(config: Mapping[str, Any], onnx_path: Path) -> tuple[Profile, ...]:
+# Axes that are fields of a profile, by their names in our graphs; others go to `others`.
+FIELDS = {"batch": "batch", "sequence": "sequence", "past_sequence": "past", "encoder_sequence": "encoder"}
+
+
+def parse_ranges(given: str | Mapping[str, Sequence[int]] | None) -> dict[str, Range]:
+    """Ranges of axes as a user gives them: "batch=1:4:16,past_sequence=0:512:4096", or a mapping; UsageError if not.
+
+    >>> parse_ranges("batch=1:4:16")
+    {'batch': (1, 4, 16)}
+    """
+    pairs = (
+        given.split(",")
+        if isinstance(given, str)
+        else [f"{n}={':'.join(map(str, r))}" for n, r in (given or {}).items()]
+    )
+    ranges: dict[str, Range] = {}
+    for pair in pairs:
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+):(\d+):(\d+)\s*", pair)
+        if not match or match[1] in ranges:
+            raise UsageError(
+                f"profile {pair.strip()!r} (--profile): write each axis once, as in sequence=1:128:2048 (min:opt:max)"
+            )
+        low, best, high = map(int, match.groups()[1:])
+        if not low <= best <= high or not high:
+            raise UsageError(
+                f"profile {pair.strip()!r} (--profile): a range needs min <= opt <= max, and max above zero"
+            )
+        ranges[match[1]] = (low, best, high)
+    return ranges
+
+
+def dynamic_axes(onnx_path: Path) -> set[str]:
+    """The names of the axes of a graph's inputs that may have any extent."""
+    import onnx
+
+    graph = onnx.load(onnx_path, load_external_data=False).graph
+    return {dim.dim_param for value in graph.input for dim in value.type.tensor_type.shape.dim if dim.dim_param}
+
+
+def profiles_of(config: Mapping[str, Any], onnx_path: Path, given: Mapping[str, Range] = {}) -> tuple[Profile, ...]:
     """The engine's default shapes, limited by the model's positions, which past and sequence share.
+
+    given: ranges of axes instead of the default ones; those that the graph has not are left out. UsageError if past
+    and sequence together are longer than the model's positions.
 
     A decoder with a cache has two, which share its weights: for the prompt, and for one token after the other. A model
     that scans its tokens keeps a state of each step, and gets shorter ones.
@@ -68,7 +111,7 @@ def profiles_of(config: Mapping[str, Any], onnx_path: Path) -> tuple[Profile, ..
     import onnx
 
     graph = onnx.load(onnx_path, load_external_data=False).graph
-    axes_of = {dim.dim_param for value in graph.input for dim in value.type.tensor_type.shape.dim}
+    axes_of = dynamic_axes(onnx_path)
     cache, scans = "past_sequence" in axes_of, any(node.op_type == "Scan" for node in graph.node)
     most, batch = (SCANNED, (1, 1, 1)) if scans else (512, (1, 1, 8))
     left = 1024
@@ -79,6 +122,12 @@ def profiles_of(config: Mapping[str, Any], onnx_path: Path) -> tuple[Profile, ..
     past = (0, min(128, left), left)
     sequence = (1, min(128, most), most)
     prompt = Profile(batch, sequence, past, sequence, image_positions(config))
+    if own := {name: given[name] for name in given if name in axes_of}:
+        fields: dict[str, Any] = {FIELDS[name]: own[name] for name in own if name in FIELDS}
+        prompt = replace(prompt, **fields, others={name: own[name] for name in own if name not in FIELDS})
+        longest = prompt.sequence[2] + (prompt.past[2] if cache else 0)
+        if limit is not None and longest > limit and not own.keys().isdisjoint(("sequence", "past_sequence")):
+            raise UsageError(f"profile: {longest} tokens are more than the {limit} positions of the model; give less")
     return (prompt, replace(prompt, sequence=(1, 1, 1))) if cache and most > 1 else (prompt,)
 
 

@@ -290,6 +290,27 @@ def test_convert_builds_an_engine_and_another_may_follow(tmp_path: Path) -> None
 
 @needs_rtx
 @pytest.mark.slow
+def test_ranges_of_axes_replace_those_of_the_profiles(tmp_path: Path) -> None:
+    out = copied("int8_wo", "fp16", tmp_path)
+    (engine,) = bridge.engine(out, "l40s", profile="batch=1:2:4,past_sequence=0:8:16", progress=False).engines
+    prompt, token = engine.profiles
+    assert (prompt["batch"], prompt["past"], token["batch"]) == ((1, 2, 4), (0, 8, 16), (1, 2, 4))
+    assert token["sequence"] == (1, 1, 1) and prompt["sequence"][2] > 1
+    for profile, why in (
+        ("past_sequence=0:8:4096", "tokens are more than the .* positions"),
+        ("pasts=0:8:16", "no graph has a dynamic axis 'pasts'; .*past_sequence"),
+        ("batch=4:2:1", "a range needs min <= opt <= max"),
+        ("batch=1:2", "write each axis once, as in sequence=1:128:2048"),
+        ({"batch": (1, 2)}, "write each axis once"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            bridge.engine(out, "l40s", profile=profile, progress=False)
+    with pytest.raises(UsageError, match="give gpu"):
+        bridge.engine(out, profile="batch=1:2:4")
+
+
+@needs_rtx
+@pytest.mark.slow
 def test_check_builds_and_says_what_each_matrix_is(tmp_path: Path) -> None:
     out = copied("int8_wo", "fp16", tmp_path)
     problems, built = _built([str(out)], "l40s")

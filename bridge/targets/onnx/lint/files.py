@@ -21,16 +21,20 @@ def _outside(model: Model) -> Iterator[tuple[str, External]]:
 
 def locations(model: Model) -> Iterator[Problem]:
     for place in sorted({place.location for _, place in _outside(model)}):
-        if not place or Path(place).name != place or "\\" in place:
+        if not _is_plain(place):
             yield Problem(
                 place or "(empty)",
-                "external data must be a plain file name: TensorRT, ONNX Runtime and onnx.checker accept different "
-                "other paths; put the file into the directory of the .onnx",
+                f"{PORTABILITY}external data must be a plain file name: TensorRT, ONNX Runtime and onnx.checker accept "
+                "different other paths; put the file into the directory of the .onnx",
             )
 
 
+def _is_plain(location: str) -> bool:
+    return bool(location) and Path(location).name == location and "\\" not in location
+
+
 def files(model: Model) -> Iterator[Problem]:
-    for place in sorted({place.location for _, place in _outside(model)}):
+    for place in sorted({place.location for _, place in _outside(model) if _is_plain(place.location)}):
         path = model.path.parent / place
         if path.is_symlink():
             yield Problem(place, f"{PORTABILITY}is a symbolic link, which onnx.checker refuses: copy the file")
@@ -93,19 +97,24 @@ def inline(model: Model) -> Iterator[Problem]:
 def headers(model: Model) -> Iterator[Problem]:
     for file, header in model.headers.items():
         if header.problem:
-            yield Problem(file, f"{header.problem}: not a safetensors file; write it again")
+            yield Problem(file, f"{PORTABILITY}{header.problem}: not a safetensors file; write it again")
             continue
         for name, (_, _, begin, end) in header.entries.items():
             if not header.data <= begin <= end <= header.size:
-                yield Problem(name, f"safetensors has it at {begin}..{end}, but the file has {header.size} bytes")
+                yield Problem(
+                    name, f"{PORTABILITY}safetensors has it at {begin}..{end}, but the file has {header.size} bytes"
+                )
     for name, place in _outside(model):
         stored_header = model.headers.get(place.location)
         if stored_header is None or stored_header.problem or model.initializers[name].data_type not in BY_ONNX:
             continue
         if name not in stored_header.entries:
-            yield Problem(name, f"is not in the header of {place.location}: safetensors readers would not see it")
+            yield Problem(
+                name, f"{PORTABILITY}is not in the header of {place.location}: safetensors readers would not see it"
+            )
         elif differ := _differences(model.initializers[name], place, stored_header.entries[name]):
-            yield Problem(name, f"ONNX and the safetensors header disagree: {', '.join(differ)}; write the model again")
+            why = f"ONNX and the safetensors header disagree: {', '.join(differ)}; write the model again"
+            yield Problem(name, PORTABILITY + why)
 
 
 def _differences(tensor: Any, place: External, entry: tuple[str, list[int], int, int]) -> list[str]:

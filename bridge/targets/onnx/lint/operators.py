@@ -36,11 +36,10 @@ def integer_ops(model: Model) -> Iterator[Problem]:
 def opset(model: Model) -> Iterator[Problem]:
     low, high = OPSETS
     if not low <= model.opset <= high:
-        takes = PORTABILITY if model.opset > high else ""
         yield Problem(
             "model",
-            f"{takes}opset {model.opset} is outside {low}..{high}: block scales begin at {low}, TensorRT 11 ends at "
-            f"{high}; export with opset {low}",
+            f"{PORTABILITY}opset {model.opset} is outside {low}..{high}: block scales begin at {low}, TensorRT 11 ends "
+            f"at {high}; export with opset {low}",
         )
 
 
@@ -48,7 +47,8 @@ def opset(model: Model) -> Iterator[Problem]:
 def opset_features(model: Model, node: Any) -> Messages:
     if node.op_type in SINCE:
         if SINCE[node.op_type] > model.opset:
-            yield f"ONNX has {node.op_type} since opset {SINCE[node.op_type]}, but the file has {model.opset}: raise it"
+            since = SINCE[node.op_type]
+            yield f"{PORTABILITY}ONNX has {node.op_type} since opset {since}, but the file has {model.opset}: raise it"
         return
     typed = 21 if node.op_type == "QuantizeLinear" else 23
     needs = {
@@ -58,16 +58,17 @@ def opset_features(model: Model, node: Any) -> Messages:
     }
     for what, since in needs.items():
         if since > model.opset:
-            yield f"{node.op_type} has {what} since opset {since}, but the file has {model.opset}: raise the opset"
+            why = f"{node.op_type} has {what} since opset {since}, but the file has {model.opset}: raise the opset"
+            yield PORTABILITY + why
 
 
 def ir_version(model: Model) -> Iterator[Problem]:
     low, high = IR_VERSIONS
     version = model.proto.ir_version
     if not low <= version <= high:
-        takes = PORTABILITY if version > high else ""
         yield Problem(
-            "model", f"{takes}ir_version {version} is outside {low}..{high}, which ONNX Runtime reads: write {low}"
+            "model",
+            f"{PORTABILITY}ir_version {version} is outside {low}..{high}, which ONNX Runtime reads: write {low}",
         )
 
 
@@ -85,10 +86,10 @@ def domains(model: Model) -> Iterator[Problem]:
             yield Problem(label(node), why)
         elif not model.custom_ops:
             why = f"trt::{node.op_type} runs in TensorRT only: give custom_ops to allow it, or use standard Q/DQ"
-            yield Problem(label(node), why, "warning" if model.custom_ops is None else "error")
+            yield Problem(label(node), PORTABILITY + why, "warning" if model.custom_ops is None else "error")
     imported = [o.domain for o in model.proto.opset_import]
     for domain in sorted(used - set(imported)):
-        yield Problem("model", f"domain {domain} is used, but not imported: add it to opset_import")
+        yield Problem("model", f"{PORTABILITY}domain {domain} is used, but not imported: add it to opset_import")
     for domain in sorted(set(imported) - used - set(STANDARD)):
         yield Problem("model", f"domain {domain} is imported, but not used: remove the import", "warning")
 
@@ -131,7 +132,7 @@ def topk(model: Model, node: Any) -> Messages:
     if count is not None and count.data_type == 7:
         k = max((int(chunk.max()) for chunk in model.chunks(count) if chunk.size), default=0)
         if k >= TOPK_LIMIT:
-            yield f"K is {k}: TensorRT's TopK takes less than {TOPK_LIMIT}"
+            yield f"{PORTABILITY}K is {k}: TensorRT documents less than {TOPK_LIMIT}"
 
 
 @each("Attention")
@@ -185,7 +186,7 @@ def tensor_scatter(model: Model, node: Any) -> Messages:
 def rotary(model: Model, node: Any) -> Messages:
     positions = model.type_of(node.input[3]) if len(node.input) > 3 and node.input[3] else None
     if positions is not None and positions.dtype != "int64":
-        yield f"position_ids are {positions.dtype}: TensorRT's RotaryEmbedding takes int64; cast them"
+        yield f"{PORTABILITY}position_ids are {positions.dtype}: RotaryEmbedding takes int64; cast them"
 
 
 @each("ScatterND")
@@ -199,7 +200,7 @@ def border(model: Model) -> Iterator[Problem]:
     graph = model.proto.graph
     names = [o.name for o in (*graph.input, *graph.output)]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield Problem(name, "is declared twice among inputs and outputs: give each its own name")
+        yield Problem(name, f"{PORTABILITY}is declared twice among inputs and outputs: give each its own name")
     for value in (*graph.input, *graph.output):
         tensor = value.type.tensor_type
         if tensor.elem_type not in BY_ONNX:

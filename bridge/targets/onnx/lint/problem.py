@@ -21,7 +21,7 @@ class Problem:
     severity: str = "error"
 
 
-# Begins the message of a rule that other readers need, and that TensorRT-RTX 1.7 does not.
+# Begins the message of a rule that documents or other readers have, and that TensorRT-RTX 1.7 does not enforce.
 PORTABILITY = "portability: "
 Messages = Iterator[str | Problem]  # of one node: a text is about the node itself
 NodeCheck = Callable[[Model, Any], Messages]

@@ -81,7 +81,7 @@ def types(model: Model, node: Any) -> Messages:
         return
     known = {"uint8": "TensorRT takes UINT8 on DLA only", "unknown": "the file does not declare their type"}
     why = known.get(code, "TensorRT has no quantization to it")
-    yield f"codes are {code}: {why}; use one of {', '.join(QUANTIZED)}"
+    yield f"{PORTABILITY}codes are {code}: {why}; use one of {', '.join(QUANTIZED)}"
 
 
 @pairs
@@ -90,7 +90,8 @@ def zero_points(model: Model, node: Any) -> Messages:
     if not zero:
         if node.op_type == "QuantizeLinear" and not attribute(node, "output_dtype", 0):
             yield (
-                "no zero point and no output_dtype: this means uint8 in ONNX, int8 in TensorRT; write a zero point of 0"
+                f"{PORTABILITY}no zero point and no output_dtype: this means uint8 in ONNX, int8 in TensorRT; write a "
+                "zero point of 0"
             )
         return
     tensor = model.constant(zero)
@@ -111,7 +112,7 @@ def output_types(model: Model, node: Any) -> Messages:
     tensor = model.constant(node.input[2]) if len(node.input) > 2 and node.input[2] else None
     if code and tensor is not None and tensor.data_type != code:
         yield (
-            "output_dtype differs from the zero point's type: TensorRT's parser compares the two, also on "
+            f"{PORTABILITY}output_dtype differs from the zero point's type: TensorRT 10 compares the two, also on "
             "DequantizeLinear; leave the zero point out"
         )
 
@@ -120,7 +121,7 @@ def output_types(model: Model, node: Any) -> Messages:
 def constant_scales(model: Model, node: Any) -> Messages:
     if model.constant(node.input[1]) is None and _second_level(model, node) is None and not _dynamic(model, node):
         yield (
-            f"scale {node.input[1]} is computed at run time: TensorRT's Q/DQ needs constant scales; "
+            f"{PORTABILITY}scale {node.input[1]} is computed at run time: TensorRT documents constant scales; "
             "calibrate, or use TensorRT's dynamic quantization (domain trt)"
         )
 
@@ -142,8 +143,8 @@ def positive_scales(model: Model) -> Iterator[Problem]:
         if bad:
             yield Problem(
                 name,
-                f"{bad} scales are zero, negative, NaN or infinite: TensorRT refuses them and codes would lose their "
-                "value; give a channel or block of zeros a small positive scale",
+                f"{bad} scales are zero, negative, NaN or infinite: codes lose their value, and TensorRT refuses some; "
+                "give a channel or block of zeros a small positive scale",
             )
 
 
@@ -195,8 +196,8 @@ def mx_scales(model: Model, node: Any) -> Messages:
 def scale_ranks(model: Model, node: Any) -> Messages:
     scale = _scale(model, node)
     if scale and len(scale[1]) > 2:
-        text = f"scale has rank {len(scale[1])}: TensorRT takes 0, 1 or 2; split stacked matrices into 2-D ones"
-        yield Problem(node.input[1], text)
+        text = f"scale has rank {len(scale[1])}: TensorRT documents 0, 1 or 2; split stacked matrices into 2-D ones"
+        yield Problem(node.input[1], PORTABILITY + text)
 
 
 @pairs
@@ -232,7 +233,7 @@ def block_scales(model: Model, node: Any) -> Messages:
 
 def _block_problems(data: tuple[int | str | None, ...], scale: tuple[int, ...], size: int, axis: int) -> Iterator[str]:
     if len(data) != len(scale):
-        yield "a block scale must have the data's rank: write one scale per block along one axis"
+        yield f"{PORTABILITY}a block scale must have the data's rank: write one scale per block along one axis"
         return
     blocked = _blocked(data, scale)
     if len(blocked) != 1:
@@ -249,7 +250,7 @@ def _block_problems(data: tuple[int | str | None, ...], scale: tuple[int, ...], 
         size = extent // scale[at]
         yield f"{PORTABILITY}block_size is missing, so ONNX reads the scale differently; write block_size={size}"
     elif size != extent // scale[at]:
-        yield f"block_size is {size}, but the shapes give {extent // scale[at]}: make them agree"
+        yield f"{PORTABILITY}block_size is {size}, but the shapes give {extent // scale[at]}: make them agree"
     if axis % len(data) != at:
         yield f"axis is {axis}, but the shapes give {at}: write axis={at}"
 
@@ -273,7 +274,7 @@ def int4(model: Model, node: Any) -> Messages:
         return
     data, scale = _extents(model, node), _scale(model, node)
     if not _is_weight(model, node):
-        yield "int4 on an activation: TensorRT has int4 for weights only; use int8 or fp8"
+        yield f"{PORTABILITY}int4 on an activation: TensorRT documents int4 for weights only; use int8 or fp8"
         return
     if data and math.prod(d for d in data if isinstance(d, int)) % 2:
         yield f"{list(data)} has an odd number of int4 values: TensorRT packs pairs; keep it"
@@ -282,7 +283,8 @@ def int4(model: Model, node: Any) -> Messages:
         text = "int4 without blocks: TensorRT dequantizes it in a kernel of its own; choose blocks of 64 or 128"
         yield Problem(label(node), text, "warning")
     elif size not in INT4_BLOCKS:
-        yield f"int4 blocks of {size}: TensorRT fuses {', '.join(map(str, INT4_BLOCKS))}; choose one of them"
+        fused = ", ".join(map(str, INT4_BLOCKS))
+        yield f"{PORTABILITY}int4 blocks of {size}: TensorRT fuses {fused}; choose one of them"
 
 
 def _block_size(data: tuple[int | str | None, ...] | None, scale: tuple[str, tuple[int, ...]] | None) -> int | None:
@@ -302,13 +304,13 @@ def fp4(model: Model, node: Any) -> Messages:
         return
     size = _block_size(_extents(model, node), _scale(model, node))
     if size != FP4_BLOCK:
-        yield f"FP4 blocks of {size}: TensorRT takes 16; choose 16"
+        yield f"{PORTABILITY}FP4 blocks of {size}: TensorRT documents 16; choose 16"
     maker = _second_level(model, node)
     codes = model.type_of(maker.input[0]) if maker is not None else None
     if codes is None or codes.dtype != "float8_e4m3fn":
         yield (
-            "FP4 scales must be FP8 codes under one float32 scale: feed the scale from a DequantizeLinear of "
-            "float8_e4m3fn codes"
+            f"{PORTABILITY}FP4 scales must be FP8 codes under one float32 scale: feed the scale from a "
+            "DequantizeLinear of float8_e4m3fn codes"
         )
 
 
@@ -333,8 +335,8 @@ def code_flow(model: Model) -> Iterator[Problem]:
             if not _may_take_codes(user, node.output[0]):
                 yield Problem(
                     label(user),
-                    f"{user.op_type} takes codes of {label(node)}: TensorRT's {user.op_type} takes no quantized types; "
-                    "put it before QuantizeLinear or after DequantizeLinear",
+                    f"{PORTABILITY}{user.op_type} takes codes of {label(node)}: TensorRT documents no {user.op_type} "
+                    "of quantized types; put it before QuantizeLinear or after DequantizeLinear",
                 )
     inputs = {value.name for value in model.proto.graph.input}
     for node in model.of("DequantizeLinear"):
@@ -346,7 +348,8 @@ def code_flow(model: Model) -> Iterator[Problem]:
             kind = model.constant(maker.input[0]) if maker.input else None
             if kind is None:  # a constant is reported by `weight-direct`
                 yield Problem(
-                    label(node), f"codes come from {maker.op_type} ({label(maker)}): only QuantizeLinear makes codes"
+                    label(node),
+                    f"{PORTABILITY}codes come from {maker.op_type} ({label(maker)}): only QuantizeLinear makes codes",
                 )
 
 
