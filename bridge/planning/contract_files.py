@@ -13,7 +13,7 @@ from bridge.core.text import nearest
 from bridge.planning.contracts import FLAGS, Contract, Evidence, Row, Runtime, SparseKernels
 
 KEYS = ("program", "version", "aliases", "fused", "mistakes", "writes")
-OF_TARGETS = ("graphs", "tokens", "gpus", "elsewhere")  # sections that targets gguf and trt read
+OF_TARGETS = ("graphs", "tokens", "gpus", "elsewhere", "multiplies")  # sections that targets and pages read
 # key of a section -> its type; a section has evidence in the last ones
 CONTRACT_KEYS: dict[str, type] = {
     "target": str, "options": dict, "prescales": bool, "kept": bool, "kv": dict, "loads": dict,

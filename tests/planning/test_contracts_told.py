@@ -12,9 +12,11 @@ import pytest
 import bridge
 from bridge.cli.check import check_path
 from bridge.core.errors import VerifyError
-from bridge.planning.contract_files import runtimes
+from bridge.core.mappings import mappings, read_table
+from bridge.planning.contract_files import load_runtime, runtimes
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.targets import load_target
+from docs.generate import make
 from tests.planning.test_contracts import TINY
 
 
@@ -104,3 +106,17 @@ def test_the_tables_of_the_site_have_every_scheme_and_program() -> None:
     lines = make("runtimes").splitlines()
     assert len(lines) == len(scheme_names()) + 2
     assert all(f"`{runtime.name}`" in lines[0] for runtime in runtimes())
+
+
+def test_products_of_codes_are_built_from_the_first_gpu_that_multiplies_them() -> None:
+    """The builder's contract and the formats of the hardware agree: what the guide to GPUs is made from."""
+    file = read_table(mappings() / "runtimes" / "tensorrt-rtx.toml")
+    multiplies, (contract,) = file.section("multiplies"), load_runtime("tensorrt-rtx").contracts
+    for words, row in contract.loads.items():
+        if row.computes == "gemm":
+            inputs = words.rpartition(" | ")[2].split()[0]
+            first = next(sm for sm in file.section("gpus") if inputs in multiplies.get(sm, ()))
+            assert row.since == first, words
+    page = make("gpus")
+    assert "SM90" in page and "`nvfp4`: vLLM, SGLang, TensorRT-LLM, TensorRT for RTX" in page.splitlines()[-1]
+    assert "`nvfp4`" not in next(line for line in page.splitlines() if "SM89" in line)

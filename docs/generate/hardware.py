@@ -1,0 +1,69 @@
+"""What each generation of GPUs multiplies in, and which schemes that leaves: from contracts of `mappings/runtimes`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bridge.core.mappings import mappings, read_table
+from bridge.planning.contract_files import load_runtime
+from bridge.planning.contracts import Runtime
+from bridge.quant.describe import contract_words
+from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.load import load_scheme
+from docs.generate.matrix import table
+
+SERVERS = ("vllm", "sglang", "trtllm")
+BUILDER = "tensorrt-rtx"
+SHOWN = 5  # names of GPUs in a row, at most
+
+
+def gpus() -> str:
+    """A row an architecture: some GPUs, formats of products, schemes with codes on both sides, and weights alone."""
+    file = read_table(mappings() / "runtimes" / f"{BUILDER}.toml")
+    names = {**file.section("gpus"), **file.section("elsewhere")}
+    rows = []
+    for architecture, formats in file.section("multiplies").items():
+        both = "; ".join(_multiplied(formats, architecture))
+        alone = ", ".join(f"`{name}`" for words, name in _schemes() if _computes(words, architecture) == "weight-only")
+        shown = ", ".join(names[architecture][:: -(-len(names[architecture]) // SHOWN)])
+        rows.append(
+            [shown, architecture.upper(), ", ".join(formats), both, alone or "no engine: run `trtexec.txt` there"]
+        )
+    heads = ["GPUs", "architecture", "multiplies in", "codes on both sides: loaded by", f"weights alone in {_title()}"]
+    return table(heads, rows)
+
+
+def _title() -> str:
+    return load_runtime(BUILDER).program
+
+
+def _schemes() -> Iterator[tuple[str, str]]:
+    """The words of each pair of formats that is a scheme of its own, and the first scheme that has it."""
+    seen = set()
+    for name in scheme_names():
+        words = {contract_words(format_) for format_ in load_scheme(name).formats}
+        if len(words) == 1 and not words <= seen:
+            seen |= words
+            yield words.pop(), name
+
+
+def _multiplied(formats: list[str], architecture: str) -> Iterator[str]:
+    """Schemes whose inputs are quantized to one of some formats, each with the programs that load it."""
+    for words, name in _schemes():
+        inputs = "mxfp8" if words.endswith("e8m0 dynamic") else words.rpartition(" | ")[2].split()[0]
+        programs = [load_runtime(server).program for server in SERVERS if _loads(load_runtime(server), name)]
+        programs += [_title()] if _computes(words, architecture) == "gemm" else []
+        if inputs in formats and programs:
+            yield f"`{name}`: {', '.join(programs)}"
+
+
+def _loads(runtime: Runtime, scheme: str) -> bool:
+    return any(not contract.lacks(load_scheme(scheme).formats) for contract in runtime.contracts)
+
+
+def _computes(words: str, architecture: str) -> str:
+    """What the builder makes of products of these formats for an architecture; "" if it builds none."""
+    order = list(read_table(mappings() / "runtimes" / f"{BUILDER}.toml").section("gpus"))
+    row = load_runtime(BUILDER).contracts[0].loads.get(words)
+    known = row and architecture in order and order.index(row.since) <= order.index(architecture)
+    return row.computes if row and known else ""
