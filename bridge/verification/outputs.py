@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -83,6 +84,8 @@ def output_parity(
         first = out[runtime.outputs[0]]
         if at == 0 and first.shape[-1] <= references.columns.max(initial=0):
             raise CannotRun("the graph's task has another output than the model whose outputs it is compared with")
+        if at == 0 and first.ndim == 3 and first.shape[1] == 1 < (tokens := _tokens(batch)):
+            references = _of_last_tokens(references, tokens)
         if at == 0:
             answers.append(first.reshape(-1, first.shape[-1])[references.rows][:, references.columns])
         if references.source_perplexity is not None:
@@ -101,6 +104,25 @@ def output_parity(
     own_error = relative_l2(references.quantized, references.source)
     most = max(own_error * errors, FLOAT_ERROR)
     return ours, _judged(theirs, theirs.why or _above(theirs.relative_l2, most))
+
+
+def _tokens(batch: Mapping[str, np.ndarray]) -> int:
+    """How many tokens each row of a batch has; 0 of other inputs."""
+    return batch["input_ids"].shape[1] if "input_ids" in batch else 0
+
+
+def _of_last_tokens(references: HeldOut, tokens: int) -> HeldOut:
+    """The references of the last token of each sequence, which are all that a graph with `logits="last"` gives."""
+    last = references.rows % tokens == tokens - 1
+    if not last.any():
+        raise CannotRun(
+            "the graph gives logits of the last token alone, and no reference is of one; compare with logits=all"
+        )
+    quantized = references.quantized[last] if references.quantized.size else references.quantized
+    return replace(
+        references, rows=references.rows[last] // tokens, source=references.source[last], quantized=quantized,
+        source_perplexity=None, quantized_perplexity=None,
+    )  # fmt: skip
 
 
 def _centered(rows: np.ndarray) -> np.ndarray:

@@ -39,6 +39,9 @@ class TrtOptions:
     opset: int | None = option(None, "ONNX opset 21 to 24; default: the lowest that has the needed types")
     attention_op: bool = option(False, "attention as ONNX's operator (opset 23), which TensorRT fuses less often")
     cache: bool = option(True, "decoders: past_key_values inputs and present outputs")
+    logits: str = option(
+        "all", "decoders: of all tokens, or of the last one alone (last): a prompt then multiplies its head once"
+    )
     own_scales: bool = option(
         False, "fp8: a weight scale for each of q, k, v, gate, up, as ModelOpt has; TensorRT then needs more kernels"
     )
@@ -93,6 +96,10 @@ class Trt(OnnxTarget):
     ) -> TrtOptions:
         engine = _resolve_engine(options.engine)
         task = choose_task(options.task, structure.architecture)
+        if options.logits not in ("all", "last"):
+            raise UsageError(f"logits={options.logits!r} must be all or last (--logits)")
+        if options.logits == "last" and not (tasks()[task].cached and not tasks()[task].parts):
+            raise UsageError(f"logits='last' (--logits last) is for decoders of one graph, not for task {task}")
         chosen = float_dtype(options.dtype, specs, "of graphs")
         if isinstance(engine, str) and options.dtype is None and chosen == "float32":
             chosen = "float16"
@@ -219,12 +226,14 @@ class Trt(OnnxTarget):
         from bridge.targets.onnx.write.side_files import read_image_size, read_pooling
         from bridge.targets.onnx.write.writer import GraphOptions, write_onnx
         from bridge.targets.trt.engine import build_engines, build_on_this_gpu, trtexec_lines
+        from bridge.targets.trt.last_token import keep_last_token
 
         options, files = context.plan.options, context.source.side_files
         pools = options["task"] == "feature-extraction"
         pooling, why_not = read_pooling(files) if pools else ("", "")
         given = {key: options[key] for key in ("task", "dtype", "opset", "cache", "stamp", "attention_op")}
-        chosen = GraphOptions(**given, image=read_image_size(files), pooling=pooling)
+        rewrite = keep_last_token if options["logits"] == "last" else None
+        chosen = GraphOptions(**given, image=read_image_size(files), pooling=pooling, rewrite=rewrite)
         written, text = write_onnx(context, directory, chosen)
         if "embedding" in tasks()[options["task"]].parts:
             why_not = write_multimodal_config(context.source, text, directory, FLOAT_ACTIVATIONS)
