@@ -65,19 +65,28 @@ def engine(
             raise UsageError(
                 "out, profile and memory are for engines of named GPUs: give gpu (--gpu), for example rtx4090"
             )
-        return build_on_this_gpu(directory, config, callback)
+        return _on_card(directory, build_on_this_gpu(directory, config, callback))
     architectures = parse_gpus(gpu)
     if problems := why_no_engine(plan.steps, plan.options["dtype"], architectures):
         raise UsageError("\n  ".join([f"{directory}:", *problems]))
     limit = None if memory is None else byte_count(memory, "memory=")
     ranges = {} if profile is None else parse_ranges(profile)
     if out is None:
-        return build_engines(directory, config, architectures, memory=limit, ranges=ranges, progress=callback)
+        built = build_engines(directory, config, architectures, memory=limit, ranges=ranges, progress=callback)
+        return _on_card(directory, built)
     new = Path(out).absolute()
     check_free(new, overwrite=False, replacing="remove it")
     if not new.parent.is_dir():
         raise UsageError(f"{new}: {new.parent} is not a directory; make it first")
     return build_engines(directory, config, architectures, out=new, memory=limit, ranges=ranges, progress=callback)
+
+
+def _on_card(directory: Path, engines: Engines) -> Engines:
+    """The engines, also in a section of the model card."""
+    from bridge.reporting.model_card import add_engines
+
+    add_engines(directory, engines)
+    return engines
 
 
 def _config(directory: Path) -> Mapping[str, Any]:

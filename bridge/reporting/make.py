@@ -19,7 +19,7 @@ from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.reporting import summary
 from bridge.reporting.loading import loadings
-from bridge.reporting.model_card import add_section
+from bridge.reporting.model_card import add_engines, add_section
 from bridge.reporting.page import render
 from bridge.reporting.report import Report, report_from_dict
 from bridge.sources.source import Source
@@ -81,6 +81,11 @@ def save(report: Report, directory: Path) -> None:
     (directory / "report.json").write_text(report.to_json() + "\n")
     (directory / "report.html").write_text(render(report), encoding="utf-8")
     add_section(directory, report)
+    if (directory / "engine.json").exists():
+        from bridge.targets.trt.record import load_engines
+
+        if engines := load_engines(directory):
+            add_engines(directory, engines)
 
 
 def inspect_command(plan: Plan, source: Source) -> str:

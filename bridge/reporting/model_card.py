@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bridge.core.output.names import CARD
 from bridge.core.text import fold_layers, size
@@ -14,24 +15,40 @@ from bridge.core.version import __version__
 from bridge.reporting.report import Report, count_rows, verdict
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows
 
+if TYPE_CHECKING:
+    from bridge.targets.trt.record import Engines
+
 BEGIN, END = "<!-- qbridge: quantization -->", "<!-- /qbridge -->"
+ENGINES = "<!-- qbridge: engines -->"
 FACTS = ("architecture", "scheme", "calibration", "calibration data")  # the part of the provenance without paths
 
 
 def add_section(directory: Path, report: Report) -> None:
     """Write the section into the README.md of a written model; it replaces an earlier one, else it is appended."""
-    path = directory / CARD
+    _write(directory / CARD, section(report), BEGIN)
+
+
+def add_engines(directory: Path, engines: Engines) -> None:
+    """Write the section of engines into the README.md of a written model, in the same way."""
+    rows = [
+        (one.file, f"{one.product} {one.version}", ", ".join(one.architectures), size(one.bytes), one.summary)
+        for one in engines.engines
+    ]
+    _write(directory / CARD, "## Engines\n\n" + _table(("file", "built by", "for", "size", "compiled"), rows), ENGINES)
+
+
+def _write(path: Path, text: str, mark: str) -> None:
     before = path.read_bytes().decode("utf-8", "surrogateescape") if path.exists() else ""
-    path.write_bytes(with_section(before, section(report)).encode("utf-8", "surrogateescape"))
+    path.write_bytes(with_section(before, text, mark).encode("utf-8", "surrogateescape"))
 
 
-def with_section(card: str, text: str) -> str:
+def with_section(card: str, text: str, mark: str = BEGIN) -> str:
     """`card` with `text` between its marks; if it has none, they are appended and every character stays."""
-    head, begin, rest = card.rpartition(BEGIN)
+    head, begin, rest = card.rpartition(mark)
     _, end, tail = rest.partition(END)
     if not (begin and end):
         head, tail = f"{card.rstrip()}\n\n" if card.strip() else "", "\n"
-    return f"{head}{BEGIN}\n{text}\n{END}{tail}"
+    return f"{head}{mark}\n{text}\n{END}{tail}"
 
 
 def section(report: Report) -> str:

@@ -284,8 +284,13 @@ def test_convert_builds_an_engine_and_another_may_follow(tmp_path: Path) -> None
     report = bridge.convert(model(), "trt", "int8_wo", out, engine="rtx4090", verify=False, progress=False)
     assert any("7 of 7 matrices run in weight-only INT8" in note for note in report.notes)
     assert not check_paths([str(out)])
+    card = (out / "README.md").read_text()
+    assert "## Quantization" in card and "| model.sm89.engine | TensorRT for RTX 1.7.1.116 | sm89 |" in card
     bridge.engine(out, "sm120", progress=False)
     assert not check_paths([str(out)])
+    both = (out / "README.md").read_text()
+    assert both.count("## Engines") == 1 and "model.sm89.engine" in both and "model.sm120.engine" in both
+    assert both.partition("<!-- qbridge: engines -->")[0] == card.partition("<!-- qbridge: engines -->")[0]
 
 
 @needs_rtx
