@@ -28,6 +28,7 @@ class TargetOptions(TypedDict, total=False):
     exact: bool
     format: str
     linear: bool
+    logits: str
     opset: int | None
     own_scales: bool
     pp: int

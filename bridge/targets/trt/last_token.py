@@ -1,4 +1,7 @@
-"""Logits of the last token alone: a prompt of 512 tokens has 512 rows of them, and generation reads one."""
+"""Graphs that give the logits of the last token alone.
+
+A prompt of 512 tokens has 512 rows of them, and generation reads one.
+"""
 
 from __future__ import annotations
 
