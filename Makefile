@@ -47,7 +47,7 @@ graphs: $(STAMP)
 # and test_sglang.py are skipped.
 oracles: $(ORACLES)
 
-# Strangers' files, 100,000 of them and new ones each time (CI has 2,000, always the same), then the malicious ones. It
+# Strangers' files, 100,000 of them and new ones each time (CI has 1,000, always the same), then the malicious ones. It
 # prints the seed: `make fuzz SEED=7` runs the same again.
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --cases 100000 $(if $(SEED),--seed $(SEED))

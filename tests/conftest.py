@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests import closure, kept_graphs, once, seconds
+from tests import closure, kept_graphs, once, rows, seconds
 
 # One worker a core: torch's threads would only wait for each other. torch reads this when it is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -137,6 +137,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups with many slow tests begin first, so that no worker is left alone with one at the end."""
+    rows.mark(items)
     groups = [_group(item.nodeid) for item in items]
     slow = Counter(
         group for group, item in zip(groups, items, strict=True) if item.get_closest_marker("slow") is not None

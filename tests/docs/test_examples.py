@@ -22,7 +22,7 @@ MAX_EXCUSED = 9
 # Pages whose examples train or search for half a minute; shorter ones show the same verbs.
 LONG = (
     "guides/prune.md", "guides/distill.md", "guides/sensitivity.md", "guides/inspect.md", "guides/adapters.md",
-    "coming-from/auto-round.md", "coming-from/nemo.md",
+    "coming-from/auto-round.md", "coming-from/nemo.md", "guides/batch.md",
 )  # fmt: skip
 FOREIGN = "code of another project"  # on the pages "Coming from ..." only; ours on them runs
 

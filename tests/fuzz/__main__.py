@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.fuzz.targets import NAMES, shares
 
-CI = 2_000
+CI = 1_000
 LIMIT = 3600 * 3  # seconds for a process: the cage ends what hangs long before
 
 

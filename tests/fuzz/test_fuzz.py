@@ -1,4 +1,4 @@
-"""2,000 attacks, always the same, on everything that reads a stranger's file: each a clean error or a correct result.
+"""1,000 attacks, always the same, on everything that reads a stranger's file: each a clean error or a correct result.
 
 `make fuzz` runs 100,000, and new ones each time.
 """
