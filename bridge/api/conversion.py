@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from bridge.api.request import (
     Request,
     ResolvedRequest,
+    choose_dtype,
     data_to_compare,
-    in_dtype_that_fits,
+    input_beyond_float16,
     resolve,
     unwarned_data_of,
     warn_of,
@@ -92,7 +93,10 @@ def run(request: Request, options: RunOptions) -> Report:
             request.progress(0, 0, "plan")
             source = request.source()
             request, recipe = _choose_scheme(source, request, clock)
-            resolved = in_dtype_that_fits(resolve(source, request))
+            resolved = resolve(source, request)
+            recover(resolved.out)
+            check_free(resolved.out, request.overwrite)
+            resolved = choose_dtype(resolved)
             if recipe:
                 notes = (*resolved.plan.notes, *choice_notes(recipe))
                 resolved = replace(resolved, plan=replace(resolved.plan, notes=notes))
@@ -190,6 +194,8 @@ def _write(
     with output_directory(resolved.out, identity, overwrite=request.overwrite, resume=request.resume) as work:
         _warn_of_resumed(work, resolved)
         calibration = _calibration(resolved, decisions, work.directory, clock, options.workers)
+        if why := input_beyond_float16(resolved, calibration):
+            raise CalibrationError(f"{why} that float16 does not hold; pass dtype='bf16' (--dtype bf16)")
         context = ConversionContext(
             resolved.plan, resolved.source, calibration, resolved.scheme, resolved.memory, work,
             file_settings(resolved.plan, resolved.source), progress=request.progress, executor=options.executor,
@@ -228,8 +234,6 @@ def _warn_of_resumed(work: Work, resolved: ResolvedRequest) -> None:
 def _decide(resolved: ResolvedRequest, recipe: str, runs: bool, clock: Clock) -> Decisions:
     """Run every check that comes before writing, and decide what is run and on what."""
     request = resolved.request
-    recover(resolved.out)
-    check_free(resolved.out, request.overwrite)
     given, data, free = resolved.calibration, None, None
     runs = runs or resolved.uncalibrated or load_target(request.target).runs
     compared = request.verify and runs and resolved.source.can_run and (given is None or given.held_out is None)

@@ -34,7 +34,7 @@ def engine(
         gpu: names of GPUs or architectures, "rtx4090,rtx5090" or "sm89"; one engine is for all of them. None builds
             model.engine with the full TensorRT, for this machine's GPU.
         out: a new directory for the engines and `engine.json`; None puts them beside the graphs.
-        profile: the least, the usual and the largest extent of axes, "batch=1:4:16,past_sequence=0:512:4096"; others
+        profile: the least, the usual and the largest extent of axes, "batch=1:4:16,past_sequence=0:512:4095"; others
             keep their defaults.
         memory: bytes that the build may take, or "24GB"; None takes what is free.
 

@@ -10,7 +10,7 @@ from typing import Any
 from bridge.api.plans import need_of, passthrough_of, plan_of, scheme_of
 from bridge.calibration.data import DEFAULT, Data, Sampling, check_compute, prepare
 from bridge.core.addresses import check_local
-from bridge.core.errors import BridgeError, CalibrationError, UsageError, warn
+from bridge.core.errors import BridgeError, CalibrationError, SchemeError, UsageError, warn
 from bridge.core.progress import Progress, no_progress
 from bridge.core.remote.path import remote
 from bridge.core.text import fold_problems
@@ -187,27 +187,46 @@ def resolve(source: Source, request: Request) -> ResolvedRequest:
     return ResolvedRequest(request, source, structure, scheme, plan_, directory, calibration, budget)
 
 
-def in_dtype_that_fits(resolved: ResolvedRequest) -> ResolvedRequest:
+def choose_dtype(resolved: ResolvedRequest) -> ResolvedRequest:
     """Plan bfloat16 where float16, which nobody asked for, holds a value of a float32 source as infinity.
 
-    An engine and TensorRT for RTX are given float16. Reads the tensors that stay unquantized, before work begins.
+    An engine and TensorRT for RTX are given float16. Reads the tensors that stay unquantized.
     """
     from bridge.streaming.encode import OVERFLOW
     from bridge.verification.finite import first_beyond
 
+    if not _float16_is_chosen(resolved):
+        return resolved
     request, plan_, source = resolved.request, resolved.plan, resolved.source
-    chosen = request.options.get("dtype") is None and main_dtype(source.specs.values()) == "float32"
-    if not chosen or plan_.options.get("dtype") != "float16":
+    plain = [part.source for step in plan_.steps if not step.format for part in step.inputs if part.source]
+    tensor = first_beyond(source, plain, OVERFLOW["float16"])
+    why = f"{tensor} has values" if tensor else input_beyond_float16(resolved, resolved.calibration)
+    if not why:
         return resolved
-    plain = [step.source for step in plan_.steps if step.source and not step.format]
-    calibrated = resolved.calibration.input_amax if resolved.calibration else {}
-    inputs = (name for name, amax in calibrated.items() if float(amax) >= OVERFLOW["float16"])
-    if not (name := first_beyond(source, plain, OVERFLOW["float16"]) or next(inputs, "")):
-        return resolved
-    half = replace(request, options={**request.options, "dtype": "bf16"})
-    planned = resolve(source, half)
-    note = f"{name} has values that float16 does not hold: bfloat16 (--dtype)"
+    try:
+        planned = resolve(source, replace(request, options={**request.options, "dtype": "bf16"}))
+    except BridgeError as error:
+        raise SchemeError(f"{why} that float16 does not hold, and bfloat16 is refused:\n  {error}") from error
+    note = f"{why} that float16 does not hold: bfloat16 (--dtype)"
     return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, note)))
+
+
+def _float16_is_chosen(resolved: ResolvedRequest) -> bool:
+    """Whether a float32 source is written as float16 although no dtype was asked for."""
+    asked = resolved.request.options.get("dtype") is not None
+    dtypes = (main_dtype(resolved.source.specs.values()), resolved.plan.options.get("dtype"))
+    return not asked and dtypes == ("float32", "float16")
+
+
+def input_beyond_float16(resolved: ResolvedRequest, calibration: Calibration | None) -> str:
+    """The first module whose calibrated input leaves the float16 that was chosen, in words; "" if none does."""
+    from bridge.streaming.encode import OVERFLOW
+
+    if calibration is None or not _float16_is_chosen(resolved):
+        return ""
+    beyond = (name for name, amax in calibration.input_amax.items() if float(amax) >= OVERFLOW["float16"])
+    name = next(beyond, "")
+    return f"the input of {name} reaches values" if name else ""
 
 
 def _check_outside(out: Path, source: Source) -> None:

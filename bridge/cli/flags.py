@@ -178,7 +178,7 @@ FLAGS = {
         complete=_complete_gpu
     ),
     "engine.profile": Flag(
-        "least, usual and largest extent of axes: batch=1:4:16,past_sequence=0:512:4096", metavar="AXIS=MIN:OPT:MAX,..."
+        "least, usual and largest extent of axes: batch=1:4:16,past_sequence=0:512:4095", metavar="AXIS=MIN:OPT:MAX,..."
     ),
     "overwrite": switch("replace OUT, if bridge wrote it"),
     "calibrate.overwrite": switch("replace OUT"),

@@ -14,21 +14,15 @@ from docs.generate.matrix import table
 
 SERVERS = ("vllm", "sglang", "trtllm")
 BUILDER = "tensorrt-rtx"
-SHOWN = 5  # names of GPUs in a row, at most
 
 
 def gpus() -> str:
     """A row an architecture: some GPUs, formats of products, schemes with codes on both sides, and weights alone."""
-    file = read_table(mappings() / "runtimes" / f"{BUILDER}.toml")
-    names = {**file.section("gpus"), **file.section("elsewhere")}
     rows = []
-    for architecture, formats in file.section("multiplies").items():
-        both = "; ".join(_multiplied(formats, architecture))
+    for architecture, row in read_table(mappings() / "runtimes" / f"{BUILDER}.toml").section("multiplies").items():
+        both = "; ".join(_multiplied(row["formats"].split(", "), architecture))
         alone = ", ".join(f"`{name}`" for words, name in _schemes() if _computes(words, architecture) == "weight-only")
-        shown = ", ".join(names[architecture][:: -(-len(names[architecture]) // SHOWN)])
-        rows.append(
-            [shown, architecture.upper(), ", ".join(formats), both, alone or "no engine: run `trtexec.txt` there"]
-        )
+        rows.append([row["shown"], architecture.upper(), row["formats"], both, alone or "no engine: see `trtexec.txt`"])
     heads = ["GPUs", "architecture", "multiplies in", "codes on both sides: loaded by", f"weights alone in {_title()}"]
     return table(heads, rows)
 
@@ -48,13 +42,20 @@ def _schemes() -> Iterator[tuple[str, str]]:
 
 
 def _multiplied(formats: list[str], architecture: str) -> Iterator[str]:
-    """Schemes whose inputs are quantized to one of some formats, each with the programs that load it."""
+    """Schemes whose inputs and weights have one of some formats, each with the programs that load it.
+
+    Weights in INT4 become FP8 before the product.
+    """
     for words, name in _schemes():
-        inputs = "mxfp8" if words.endswith("e8m0 dynamic") else words.rpartition(" | ")[2].split()[0]
+        weights, inputs = (_format(side) for side in words.split(" | "))
         programs = [load_runtime(server).program for server in SERVERS if _loads(load_runtime(server), name)]
         programs += [_title()] if _computes(words, architecture) == "gemm" else []
-        if inputs in formats and programs:
+        if inputs in formats and weights in (*formats, "int4") and programs:
             yield f"`{name}`: {', '.join(programs)}"
+
+
+def _format(words: str) -> str:
+    return "mxfp8" if words.startswith("fp8") and "e8m0" in words else words.split()[0]
 
 
 def _loads(runtime: Runtime, scheme: str) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 import bridge
-from bridge.core.errors import BridgeError, SchemeError, UsageError
+from bridge.core.errors import BridgeError, CalibrationError, SchemeError, UsageError
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from bridge.targets.manifest import load_manifest
@@ -96,3 +99,22 @@ def test_values_that_float16_does_not_hold_are_written_as_bfloat16(value: float,
     plan = load_manifest(tmp_path / "out").plan
     assert plan.options["dtype"] == dtype
     assert (f"{norm} has values that float16 does not hold: bfloat16 (--dtype)" in plan.notes) == (dtype == "bfloat16")
+
+
+def test_an_input_beyond_float16_chooses_bfloat16_or_stops_before_writing(tmp_path: Path) -> None:
+    calibration = bridge.calibrate(TINY, "int8", samples=2, sequence=16, progress=False)
+    wide = dict(calibration.input_amax)
+    wide["model.layers.1.mlp.down_proj"] = np.array(7e4, np.float32)
+    changed = dataclasses.replace(calibration, input_amax=wide)
+    options: dict[str, Any] = {"runtime": "tensorrt-rtx", "verify": False, "progress": False}
+    bridge.convert(TINY, "trt", "int8", tmp_path / "given", calib=changed, **options)
+    plan = load_manifest(tmp_path / "given").plan
+    note = "the input of model.layers.1.mlp.down_proj reaches values that float16 does not hold: bfloat16 (--dtype)"
+    assert plan.options["dtype"] == "bfloat16" and note in plan.notes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bridge.api.conversion.calibrate", lambda job: changed)
+        with pytest.raises(
+            CalibrationError, match=r"down_proj reaches values that float16 does not hold; pass dtype='bf16'"
+        ):
+            bridge.convert(TINY, "trt", "int8", tmp_path / "made", samples=2, sequence=16, **options)
+    assert not (tmp_path / "made").exists()

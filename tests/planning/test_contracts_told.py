@@ -112,11 +112,13 @@ def test_products_of_codes_are_built_from_the_first_gpu_that_multiplies_them() -
     """The builder's contract and the formats of the hardware agree: what the guide to GPUs is made from."""
     file = read_table(mappings() / "runtimes" / "tensorrt-rtx.toml")
     multiplies, (contract,) = file.section("multiplies"), load_runtime("tensorrt-rtx").contracts
+    assert set(multiplies) == {*file.section("gpus"), *file.section("elsewhere")}
     for words, row in contract.loads.items():
         if row.computes == "gemm":
             inputs = words.rpartition(" | ")[2].split()[0]
-            first = next(sm for sm in file.section("gpus") if inputs in multiplies.get(sm, ()))
+            first = next(sm for sm in file.section("gpus") if inputs in multiplies[sm]["formats"].split(", "))
             assert row.since == first, words
     page = make("gpus")
-    assert "SM90" in page and "`nvfp4`: vLLM, SGLang, TensorRT-LLM, TensorRT for RTX" in page.splitlines()[-1]
-    assert "`nvfp4`" not in next(line for line in page.splitlines() if "SM89" in line)
+    ada, hopper, newest = (next(line for line in page.splitlines() if sm in line) for sm in ("SM89", "SM90", "SM120"))
+    assert "H100" in hopper and "`nvfp4`: vLLM, SGLang, TensorRT-LLM, TensorRT for RTX" in newest
+    assert "`nvfp4`" not in ada and "`w4a8_nvfp4_fp8`" not in ada and "`w4a8_awq`" in ada

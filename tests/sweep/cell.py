@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import bridge
-from bridge.core.errors import BridgeError
+from bridge.core.errors import BridgeError, WriteError
 from bridge.targets.onnx.files import is_multimodal
 from bridge.targets.onnx.run.encoder_decoder import Arrays, EncoderDecoder
 from bridge.targets.onnx.run.runtime import Runtime
@@ -115,9 +115,8 @@ def build_engines(out: Path, work: Path) -> Ended:
     """Let TensorRT for RTX build engines of all graphs of a directory."""
     try:
         engines = bridge.engine(out, ENGINE, progress=False).engines
-    except BridgeError as error:
-        parsed = not parser_findings(out)
-        return Ended("parsed" if parsed else "refused", _shortened(str(error), work))
+    except WriteError as error:
+        return Ended("refused" if parser_findings(out) else "parsed", _shortened(str(error), work))
     return Ended("built", "; ".join(dict.fromkeys(engine.summary for engine in engines)))
 
 

@@ -29,7 +29,7 @@ from bridge.targets.onnx.files import WEIGHTS, graphs
 from bridge.targets.trt.build import Built, build_engine
 from bridge.targets.trt.compiled import compiled_modules, quantized_modules
 from bridge.targets.trt.products import FULL, INSTALL_RTX, RTX, TITLES, EngineUnavailable, rtx_version, why_unavailable
-from bridge.targets.trt.profile import Profile, Range, dynamic_axes, profiles_of, trtexec_line
+from bridge.targets.trt.profile import BATCHES, Profile, Range, dynamic_axes, profiles_of, trtexec_line
 from bridge.targets.trt.record import Engine, Engines, digest_of, load_engines, with_digests
 
 ENDING = ".engine"
@@ -104,6 +104,7 @@ def _profiles(
     """The profiles of each graph; UsageError if no graph has an axis that a range is given for."""
     made = {graph: profiles_of(config, graph, ranges) for graph in graphs(directory)}
     known = {axis for graph in made for axis in dynamic_axes(graph)}
+    known |= {"batch"} if known & BATCHES else set()
     if unknown := [name for name in ranges if name not in known]:
         raise UsageError(f"profile: no graph has a dynamic axis {unknown[0]!r}; {nearest(unknown[0], known)}")
     return made

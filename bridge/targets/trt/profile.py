@@ -62,48 +62,55 @@ class Profile:
 
 # Axes that are fields of a profile, by their names in our graphs; others go to `others`.
 FIELDS = {"batch": "batch", "sequence": "sequence", "past_sequence": "past", "encoder_sequence": "encoder"}
+BATCHES = {"text_batch", "image_batch", "audio_batch"}  # axes that have the range of `batch`
+POSITIVE = {"batch", "sequence", "encoder_sequence"}  # none of these may be empty
+HOW = "write each axis once, as in sequence=1:128:2048 (min:opt:max)"
 
 
-def parse_ranges(given: str | Mapping[str, Sequence[int]] | None) -> dict[str, Range]:
-    """Ranges of axes as a user gives them: "batch=1:4:16,past_sequence=0:512:4096", or a mapping; UsageError if not.
+def parse_ranges(given: str | Mapping[str, Sequence[int]]) -> dict[str, Range]:
+    """Ranges of axes as a user gives them: "batch=1:4:16,past_sequence=0:512:4095", or a mapping; UsageError if not.
 
     >>> parse_ranges("batch=1:4:16")
     {'batch': (1, 4, 16)}
     """
-    pairs = (
-        given.split(",")
-        if isinstance(given, str)
-        else [f"{n}={':'.join(map(str, r))}" for n, r in (given or {}).items()]
-    )
+    if isinstance(given, str):
+        pairs = [
+            (name.strip(), range_.split(":")) for name, _, range_ in (pair.partition("=") for pair in given.split(","))
+        ]
+    elif isinstance(given, Mapping) and all(isinstance(range_, Sequence) for range_ in given.values()):
+        pairs = [(name, [str(bound) for bound in range_]) for name, range_ in given.items()]
+    else:
+        raise UsageError(f"profile={given!r}: give a text or a mapping of ranges; {HOW}")
     ranges: dict[str, Range] = {}
-    for pair in pairs:
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+):(\d+):(\d+)\s*", pair)
-        if not match or match[1] in ranges:
-            raise UsageError(
-                f"profile {pair.strip()!r} (--profile): write each axis once, as in sequence=1:128:2048 (min:opt:max)"
-            )
-        low, best, high = map(int, match.groups()[1:])
-        if not low <= best <= high or not high:
-            raise UsageError(
-                f"profile {pair.strip()!r} (--profile): a range needs min <= opt <= max, and max above zero"
-            )
-        ranges[match[1]] = (low, best, high)
+    for name, words in pairs:
+        shown = f"profile {name}={':'.join(words)} (--profile)"
+        if (
+            not name
+            or name in ranges
+            or len(words) != 3
+            or not all(re.fullmatch(r"\s*\d{1,10}\s*", word) for word in words)
+        ):
+            raise UsageError(f"{shown}: {HOW}")
+        low, best, high = map(int, words)
+        if not (name in POSITIVE) <= low <= best <= high or not high:
+            raise UsageError(f"{shown}: a range needs min <= opt <= max; max, and min of {name}, above zero")
+        ranges[name] = (low, best, high)
     return ranges
 
 
-def dynamic_axes(onnx_path: Path) -> set[str]:
-    """The names of the axes of a graph's inputs that may have any extent."""
-    import onnx
+def dynamic_axes(graph: Any) -> set[str]:
+    """The names of the axes of a graph's inputs that may have any extent. graph: ONNX's, or the path of a file."""
+    if isinstance(graph, Path):
+        import onnx
 
-    graph = onnx.load(onnx_path, load_external_data=False).graph
+        graph = onnx.load(graph, load_external_data=False).graph
     return {dim.dim_param for value in graph.input for dim in value.type.tensor_type.shape.dim if dim.dim_param}
 
 
 def profiles_of(config: Mapping[str, Any], onnx_path: Path, given: Mapping[str, Range] = {}) -> tuple[Profile, ...]:
     """The engine's default shapes, limited by the model's positions, which past and sequence share.
 
-    given: ranges of axes instead of the default ones; those that the graph has not are left out. UsageError if past
-    and sequence together are longer than the model's positions.
+    given: ranges instead of the default ones, of axes that the graph has. UsageError if there are fewer positions.
 
     A decoder with a cache has two, which share its weights: for the prompt, and for one token after the other. A model
     that scans its tokens keeps a state of each step, and gets shorter ones.
@@ -111,24 +118,28 @@ def profiles_of(config: Mapping[str, Any], onnx_path: Path, given: Mapping[str, 
     import onnx
 
     graph = onnx.load(onnx_path, load_external_data=False).graph
-    axes_of = dynamic_axes(onnx_path)
-    cache, scans = "past_sequence" in axes_of, any(node.op_type == "Scan" for node in graph.node)
+    known = dynamic_axes(graph)
+    asked = {name: given[name] for name in given if name in known or (name == "batch" and known & BATCHES)}
+    cache, scans = "past_sequence" in known, any(node.op_type == "Scan" for node in graph.node)
     most, batch = (SCANNED, (1, 1, 1)) if scans else (512, (1, 1, 8))
     left = 1024
     limit = context_length(config)
     if limit is not None:
         most = min(most, max(limit // 2, 1) if cache else limit)
         left = min(1024, limit - most)
-    past = (0, min(128, left), left)
-    sequence = (1, min(128, most), most)
-    prompt = Profile(batch, sequence, past, sequence, image_positions(config))
-    if own := {name: given[name] for name in given if name in axes_of}:
-        fields: dict[str, Any] = {FIELDS[name]: own[name] for name in own if name in FIELDS}
-        prompt = replace(prompt, **fields, others={name: own[name] for name in own if name not in FIELDS})
-        longest = prompt.sequence[2] + (prompt.past[2] if cache else 0)
-        if limit is not None and longest > limit and not own.keys().isdisjoint(("sequence", "past_sequence")):
-            raise UsageError(f"profile: {longest} tokens are more than the {limit} positions of the model; give less")
-    return (prompt, replace(prompt, sequence=(1, 1, 1))) if cache and most > 1 else (prompt,)
+    sequence = asked.get("sequence", (1, min(128, most), most))
+    past = before = asked.get("past_sequence", (0, min(128, left), left))
+    if limit is not None:
+        for name, tokens in (("sequence", sequence[2]), ("past_sequence", past[2] + 1)):
+            if name in asked and tokens > limit:
+                raise UsageError(f"profile {name}: {tokens} tokens are more than the {limit} positions of the model")
+        least, best, largest = (min(bound, max(limit - sequence[2], 1)) for bound in past)
+        before = (least, best, largest)
+    others = {name: asked[name] for name in asked if name not in FIELDS}
+    encoder = asked.get("encoder_sequence", (1, min(128, most), most))
+    prompt = Profile(asked.get("batch", batch), sequence, before, encoder, image_positions(config), others)
+    token = replace(prompt, sequence=(1, 1, 1), past=past)
+    return (prompt, token) if cache and sequence[2] > 1 else (token if cache else prompt,)
 
 
 def profile_shapes(onnx_path: Path, profile: Profile) -> dict[str, Shapes]:

@@ -17,7 +17,7 @@ from bridge.core.errors import UsageError, WriteError
 from bridge.targets.trt import products as module
 from bridge.targets.trt.build import build_engine
 from bridge.targets.trt.products import EngineUnavailable, why_unavailable
-from bridge.targets.trt.profile import Profile, profile_shapes, profiles_of, trtexec_line
+from bridge.targets.trt.profile import Profile, parse_ranges, profile_shapes, profiles_of, trtexec_line
 
 PLAN = b"an engine"
 PAST = {
@@ -284,6 +284,20 @@ def test_images_of_any_size_reach_the_largest_of_mistral_3() -> None:
         assert all(extent % 28 == extent % 32 == 0 for extent in extents), "patches of 14 or 16, two by two"
     least_rows = (1540 // 28) ** 2
     assert Profile().ranges["image_rows"][2] >= least_rows
+
+
+def test_given_ranges_share_the_positions_with_the_others(tmp_path: Path) -> None:
+    """The longest text is one token behind a full past; a prompt has the positions that its past leaves."""
+    config, path = {"max_position_embeddings": 4096}, write_onnx(tmp_path)
+
+    def ranges(text: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return [(one.sequence, one.past) for one in profiles_of(config, path, parse_ranges(text))]
+
+    assert ranges("sequence=1:128:4096") == [((1, 128, 4096), (0, 1, 1)), ((1, 1, 1), (0, 128, 1024))]
+    assert ranges("past_sequence=0:512:4095") == [((1, 128, 512), (0, 512, 3584)), ((1, 1, 1), (0, 512, 4095))]
+    assert ranges("sequence=1:1:1") == [((1, 1, 1), (0, 128, 1024))]
+    with pytest.raises(UsageError, match="profile past_sequence: 4097 tokens are more than the 4096 positions"):
+        ranges("past_sequence=0:512:4096")
 
 
 def test_a_decoder_has_a_profile_for_prompts_and_one_for_single_tokens(tmp_path: Path) -> None:

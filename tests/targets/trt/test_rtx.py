@@ -301,15 +301,20 @@ def test_ranges_of_axes_replace_those_of_the_profiles(tmp_path: Path) -> None:
     prompt, token = engine.profiles
     assert (prompt["batch"], prompt["past"], token["batch"]) == ((1, 2, 4), (0, 8, 16), (1, 2, 4))
     assert token["sequence"] == (1, 1, 1) and prompt["sequence"][2] > 1
-    for profile, why in (
-        ("past_sequence=0:8:4096", "tokens are more than the .* positions"),
+    bad: Any
+    for bad, why in (
+        ("past_sequence=0:8:512", "513 tokens are more than the 512 positions"),
         ("pasts=0:8:16", "no graph has a dynamic axis 'pasts'; .*past_sequence"),
         ("batch=4:2:1", "a range needs min <= opt <= max"),
+        ("batch=0:1:4", "min of batch, above zero"),
         ("batch=1:2", "write each axis once, as in sequence=1:128:2048"),
+        ("batch=1:2:99999999999999999999", "write each axis once"),
         ({"batch": (1, 2)}, "write each axis once"),
+        ({"batch": 4}, "give a text or a mapping of ranges"),
+        (["batch=1:2:4"], "give a text or a mapping of ranges"),
     ):
         with pytest.raises(UsageError, match=why):
-            bridge.engine(out, "l40s", profile=profile, progress=False)
+            bridge.engine(out, "l40s", profile=bad, progress=False)
     with pytest.raises(UsageError, match="give gpu"):
         bridge.engine(out, profile="batch=1:2:4")
 

@@ -21,7 +21,7 @@ def _outside(model: Model) -> Iterator[tuple[str, External]]:
 
 def locations(model: Model) -> Iterator[Problem]:
     for place in sorted({place.location for _, place in _outside(model)}):
-        if not _is_plain(place):
+        if not place or Path(place).name != place or "\\" in place:
             yield Problem(
                 place or "(empty)",
                 f"{PORTABILITY}external data must be a plain file name: TensorRT, ONNX Runtime and onnx.checker accept "
@@ -29,12 +29,8 @@ def locations(model: Model) -> Iterator[Problem]:
             )
 
 
-def _is_plain(location: str) -> bool:
-    return bool(location) and Path(location).name == location and "\\" not in location
-
-
 def files(model: Model) -> Iterator[Problem]:
-    for place in sorted({place.location for _, place in _outside(model) if _is_plain(place.location)}):
+    for place in sorted({place.location for _, place in _outside(model)}):
         path = model.path.parent / place
         if path.is_symlink():
             yield Problem(place, f"{PORTABILITY}is a symbolic link, which onnx.checker refuses: copy the file")

@@ -79,8 +79,8 @@ def types(model: Model, node: Any) -> Messages:
     code = model.code_type(node)
     if code in QUANTIZED:
         return
-    known = {"uint8": "TensorRT takes UINT8 on DLA only", "unknown": "the file does not declare their type"}
-    why = known.get(code, "TensorRT has no quantization to it")
+    known = {"uint8": "TensorRT documents UINT8 on DLA only", "unknown": "the file does not declare their type"}
+    why = known.get(code, "TensorRT documents no quantization to it")
     yield f"{PORTABILITY}codes are {code}: {why}; use one of {', '.join(QUANTIZED)}"
 
 

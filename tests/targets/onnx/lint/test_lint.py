@@ -168,8 +168,8 @@ def heads(queries: int, values: int = 0) -> dict[str, tuple[int, tuple[int | str
 
 
 CASES = [
-    Case("qdq-type", "uint8: TensorRT takes UINT8 on DLA only", spoil=put("in_zero", filled(T.UINT8, (), 0))),
-    Case("qdq-type", "int16: TensorRT has no", spoil=put("in_zero", Tensor(T.INT16, (), b"\0\0"))),
+    Case("qdq-type", "uint8: TensorRT documents UINT8 on DLA only", spoil=put("in_zero", filled(T.UINT8, (), 0))),
+    Case("qdq-type", "int16: TensorRT documents no", spoil=put("in_zero", Tensor(T.INT16, (), b"\0\0"))),
     Case("zero-point", "no zero point and no output_dtype", spoil=nodes(lambda n: n[0].input.pop())),
     Case("zero-point", "zero point is not 0", spoil=put("in_zero", filled(T.INT8, (), 7))),
     Case(
