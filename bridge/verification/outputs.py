@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +21,7 @@ from bridge.verification.parity import OutputParity
 FLOAT_ERROR = 1e-3
 # A position agrees if it is within 1e-4: flips cost 1e-2, float32 rounding 1e-6.
 EXACT = 1e-4
+POSITIONS = 64  # that are compared of a graph that gives one a run
 
 
 def float_error(plan: Plan) -> float:
@@ -69,23 +69,25 @@ def output_parity(
     progress: Progress = no_progress,
     within: float = FLOAT_ERROR,
     errors: float = 1.0,
+    last_token: bool = False,
 ) -> tuple[OutputParity, ...]:
     """Run the written model on held-out inputs and compare its outputs with those of the references.
 
     Against "source" the scheme's gate decides; an unquantized model must lie `within`. Against "modelopt"
     the difference must also stay below the scheme's own error, times `errors`: one code that flips at a tie (6
     of 98,304 in the first layer of a BERT in fp8) changes every later layer and token, so only single nodes can be
-    compared for equality.
+    compared for equality. `last_token`: the graph gives logits of that alone, and reads a prefix for each position.
     """
     answers: list[np.ndarray] = []
     losses: list[tuple[float, int]] = []
-    for at, batch in enumerate(references.inputs):
+    if last_token:
+        first, references = _of_prefixes(runtime, references, progress)
+        answers.append(first)
+    for at, batch in enumerate([] if last_token else references.inputs):
         out = runtime.run(batch)
         first = out[runtime.outputs[0]]
         if at == 0 and first.shape[-1] <= references.columns.max(initial=0):
             raise CannotRun("the graph's task has another output than the model whose outputs it is compared with")
-        if at == 0 and first.ndim == 3 and first.shape[1] == 1 < (tokens := _tokens(batch)):
-            references = _of_last_tokens(references, tokens)
         if at == 0:
             answers.append(first.reshape(-1, first.shape[-1])[references.rows][:, references.columns])
         if references.source_perplexity is not None:
@@ -106,23 +108,23 @@ def output_parity(
     return ours, _judged(theirs, theirs.why or _above(theirs.relative_l2, most))
 
 
-def _tokens(batch: Mapping[str, np.ndarray]) -> int:
-    """How many tokens each row of a batch has; 0 of other inputs."""
-    return batch["input_ids"].shape[1] if "input_ids" in batch else 0
-
-
-def _of_last_tokens(references: HeldOut, tokens: int) -> HeldOut:
-    """The references of the last token of each sequence, which are all that a graph with `logits="last"` gives."""
-    last = references.rows % tokens == tokens - 1
-    if not last.any():
-        raise CannotRun(
-            "the graph gives logits of the last token alone, and no reference is of one; compare with logits=all"
-        )
-    quantized = references.quantized[last] if references.quantized.size else references.quantized
-    return replace(
-        references, rows=references.rows[last] // tokens, source=references.source[last], quantized=quantized,
+def _of_prefixes(runtime: Runnable, references: HeldOut, progress: Progress) -> tuple[np.ndarray, HeldOut]:
+    """The answers at `POSITIONS` of the references' positions, each as the last of a prefix, and these references."""
+    batch = references.inputs[0]
+    tokens = batch["input_ids"].shape[1]
+    chosen = np.linspace(0, len(references.rows) - 1, min(POSITIONS, len(references.rows))).astype(np.int64)
+    answers = []
+    for at, row in enumerate(references.rows[chosen]):
+        line, last = divmod(int(row), tokens)
+        logits = runtime.run({name: array[line : line + 1, : last + 1] for name, array in batch.items()})
+        answers.append(logits[runtime.outputs[0]][0, -1, references.columns])
+        progress(at + 1, len(chosen), "run in ONNX Runtime")
+    quantized = references.quantized[chosen] if references.quantized.size else references.quantized
+    kept = replace(
+        references, rows=references.rows[chosen], source=references.source[chosen], quantized=quantized,
         source_perplexity=None, quantized_perplexity=None,
     )  # fmt: skip
+    return np.stack(answers), kept
 
 
 def _centered(rows: np.ndarray) -> np.ndarray:

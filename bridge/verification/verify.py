@@ -91,7 +91,9 @@ def prove(
         references = _held_out(source, plan, calibration, check)
         runtime = target.runtime(directory)
         gate, quantized = manifest.output_gate, bool(plan.quantized)
-        outputs = output_parity(runtime, references, gate, quantized, progress, float_error(plan), error_factor(plan))
+        last = plan.options.get("logits") == "last"
+        within, errors = float_error(plan), error_factor(plan)
+        outputs = output_parity(runtime, references, gate, quantized, progress, within, errors, last)
         substitute = runtime.substitute
         if plan.quantized:
             layers = target.layer_errors(directory, plan, source, references.inputs[0], runtime)

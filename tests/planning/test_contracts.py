@@ -262,10 +262,11 @@ def every_evidence() -> Iterator[Evidence]:
         yield from (*contract.stacked.values(), *contract.split.values())
 
 
-@pytest.mark.parametrize("program", ["vllm", "sglang"])
+@pytest.mark.parametrize("program", ["vllm", "sglang", "edgellm", "edgellm-builder"])
 def test_a_row_that_a_run_shows_has_a_cell_that_runs_it(program: str) -> None:
-    cells = importlib.import_module(f"tests.targets.hf.test_{program}")
-    served = {(c.format, words(c.scheme)) for c in [*cells.SERVED, *([cells.DEEPSEEK] if program == "sglang" else [])]}
+    cells = importlib.import_module(f"tests.targets.hf.test_{program.partition('-')[0]}")
+    known = [*cells.SERVED, *([cells.DEEPSEEK] if program == "sglang" else [])]
+    served = {(cell.format, words(cell.scheme)) for cell in known}
     for contract in load_runtime(program).contracts:
         rows = {(contract.options["format"], key) for key, row in contract.loads.items() if row.evidence.how == "run"}
         assert rows <= served and rows

@@ -41,7 +41,7 @@ class TrtOptions:
     attention_op: bool = option(False, "attention as ONNX's operator (opset 23), which TensorRT fuses less often")
     cache: bool = option(True, "decoders: past_key_values inputs and present outputs")
     logits: str = option(
-        "all", "decoders: of all tokens, or of the last one alone (last): a prompt then multiplies its head once"
+        "all", "decoders: of all tokens, or of the last one alone (last) for prompts padded on the left"
     )
     own_scales: bool = option(
         False, "fp8: a weight scale for each of q, k, v, gate, up, as ModelOpt has; TensorRT then needs more kernels"

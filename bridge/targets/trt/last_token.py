@@ -1,6 +1,6 @@
 """Graphs that give the logits of the last token alone.
 
-A prompt of 512 tokens has 512 rows of them, and generation reads one.
+A prompt of 512 tokens has 512 rows of them, and generation reads one. Rows of a batch are padded on the left.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from bridge.core.errors import ExportError
 from bridge.targets.onnx.export.float_graph import Graph
 
 LOGITS, SEQUENCE = "logits", 1  # the output, and its axis of tokens
-# What may follow the output head: caps, scales and casts of single values.
+# Nodes that may follow the output head: caps, scales and casts of single values.
 SINGLE = ("Tanh", "Mul", "Div", "Add", "Sub", "Cast", "Clip", "Identity", "Softmax", "LogSoftmax")
 
 
@@ -20,9 +20,7 @@ def keep_last_token(graph: Graph) -> None:
     outputs = {value.name: value for value in graph.model.graph.outputs}
     head = _head(outputs.get(LOGITS))
     if head is None:
-        raise ExportError(
-            "no product before the logits is found, so that they stay those of all tokens; leave out logits"
-        )
+        raise ExportError("the graph has no MatMul before its logits; leave out logits='last' (--logits last)")
     hidden = head.inputs[0]
     assert hidden is not None
     name = f"{head.name}/last_token"
@@ -47,7 +45,7 @@ def _shortened(shape: ir.Shape | None) -> ir.Shape | None:
 def _head(value: ir.Value | None) -> ir.Node | None:
     """The product that makes the logits."""
     while value is not None and (node := value.producer()) is not None:
-        if node.op_type in ("MatMul", "Gemm"):
+        if node.op_type == "MatMul":
             return node
         value = _activation(node) if node.op_type in SINGLE else None
     return None

@@ -83,6 +83,7 @@ CELLS = (
     Cell("none", "modelopt", "FP16Linear", "fp16"),
 )
 INPUTS = ("fp8_pc_pt-exporter", "w4a8_nvfp4_fp8-builder")  # weights have their values there, inputs have not
+SERVED = [cell for cell in CELLS if cell.scheme != "none"]  # for tests/planning/test_contracts.py
 PROGRAMS = {"exporter": "edgellm", "builder": "edgellm-builder"}
 
 

@@ -44,12 +44,48 @@ def test_logits_are_those_of_the_last_token(model: object, scheme: str, tmp_path
 
 
 @pytest.mark.slow
-def test_outputs_are_compared_with_references_of_last_tokens(tmp_path: Path) -> None:
-    calibration = bridge.calibrate(TINY, "fp8", samples=4, sequence=16, progress=False)
-    report = bridge.convert(TINY, "trt", "fp8", tmp_path / "out", calib=calibration, logits="last", progress=False)
-    rows = {row.reference: row for row in report.parity.outputs}
-    assert report.passed and rows.keys() == {"source", "modelopt"}
-    assert all(row.perplexity is None for row in rows.values()) and 0 < rows["source"].relative_l2 < 0.2
+def test_outputs_are_compared_at_many_positions_of_a_sequence(tmp_path: Path) -> None:
+    """Each position is the last of a prefix: the graph with all logits has the same answers there."""
+    calibration = bridge.calibrate(TINY, "fp8", samples=4, sequence=256, progress=False)
+    errors = {}
+    for kind in ("all", "last"):
+        report = bridge.convert(TINY, "trt", "fp8", tmp_path / kind, calib=calibration, logits=kind, progress=False)
+        rows = {row.reference: row for row in report.parity.outputs}
+        assert report.passed and rows.keys() == {"source", "modelopt"}
+        errors[kind] = rows["source"].relative_l2
+        positions = rows["source"].positions
+        assert positions == 64 if kind == "last" else positions > 64
+        assert (rows["source"].perplexity is None) == (kind == "last")
+    assert 0.5 < errors["last"] / errors["all"] < 2
+
+
+@pytest.mark.slow
+def test_rows_that_are_padded_on_the_left_have_their_last_token_last(tmp_path: Path) -> None:
+    graphs = {}
+    for kind in ("all", "last"):
+        bridge.convert(TINY, "trt", "int8_wo", tmp_path / kind, logits=kind, verify=False, progress=False)
+        graphs[kind] = Runtime(tmp_path / kind)
+    ids, mask = np.concatenate([IDS, IDS[:, ::-1]]), np.ones((2, IDS.shape[1]), np.int64)
+    mask[1, :7] = 0
+    whole, last = (graphs[kind].run({"input_ids": ids, "attention_mask": mask})["logits"] for kind in ("all", "last"))
+    np.testing.assert_allclose(last, whole[:, -1:], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_genai_generates_the_same_tokens(tmp_path: Path) -> None:
+    og = pytest.importorskip("onnxruntime_genai")
+    made = []
+    for kind in ("all", "last"):
+        bridge.convert(TINY, "trt", "int8_wo", tmp_path / kind, logits=kind, verify=False, progress=False)
+        model = og.Model(str(tmp_path / kind))
+        params = og.GeneratorParams(model)
+        params.set_search_options(max_length=32)
+        generator = og.Generator(model, params)
+        generator.append_tokens(IDS[0].tolist())
+        while not generator.is_done():
+            generator.generate_next_token()
+        made.append(list(generator.get_sequence(0)))
+    assert made[0] == made[1] and len(made[0]) > IDS.shape[1]
 
 
 def test_a_model_without_a_next_token_is_refused() -> None:
