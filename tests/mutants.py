@@ -129,7 +129,19 @@ def check(mutants: Sequence[Mutant]) -> list[str]:
                 rest and f"def {rest.partition('[')[0]}(" not in (ROOT / path).read_text()
             ):
                 problems.append(f"{mutant.name}: {word} is not there")
+        problems += [f"{mutant.name}: no test that is called {name}" for name in _missing(mutant)]
     return problems
+
+
+def _missing(mutant: Mutant) -> list[str]:
+    """Names of tests after -k that no file of their selector has."""
+    found = []
+    for words in map(shlex.split, mutant.tests):
+        paths = [ROOT / word.partition("::")[0] for word in words if word.startswith("tests/")]
+        texts = "".join(path.read_text() for path in paths if path.is_file())
+        names = re.findall(r"\btest_\w+", " ".join(word for word in words if not word.startswith("tests/")))
+        found += [name for name in names if texts and f"def {name}" not in texts]
+    return found
 
 
 class Copy:
