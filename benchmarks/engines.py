@@ -3,8 +3,8 @@
     python benchmarks/engines.py                          # all families, fp16 and fp8, SM89 and SM120
     python benchmarks/engines.py --family llama --dump    # the kernels of one layer
 
-A layer's kernels are those of four layers less those of two, halved; of a graph with two profiles, half of that. No
-engine is executed: fewer kernels are fewer launches and fewer trips to memory, not a measured time.
+A layer's kernels are those of four layers less those of two, halved. No engine is executed: fewer kernels are fewer
+launches and fewer trips to memory, not a measured time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import transformers as T
 
 import bridge
 from bridge.core.progress import no_progress
-from bridge.targets.trt.engine import _in_child
+from bridge.targets.trt.engine import run_builder
 from bridge.targets.trt.profile import Profile
 
 SIZES: dict[str, Any] = {
@@ -54,7 +54,7 @@ def layers_of(graph: Path, architecture: str, profile: Profile = PROMPT) -> tupl
             "task": "build", "graph": str(graph), "engine": f"{folder}/engine", "capabilities": [architecture],
             "profiles": [asdict(profile)],
         }  # fmt: skip
-        built = _in_child(job, no_progress)["built"]
+        built = run_builder(job, no_progress)["built"]
     lines = [line.strip() for line in built["layers"].splitlines() if KIND.search(line)]
     return [line for line in lines if KIND.search(line)[1] not in ("constant", "signal", "wait")], built[
         "activation_bytes"

@@ -1,4 +1,4 @@
-"""The rows that `make test` leaves out: each entry is of a test that is there, and every test keeps a neighbour."""
+"""The rows that `make test` leaves out: each entry is of a test that is there, and keeps the rows that it says."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.core.errors import UsageError, VerifyError
+from bridge.core.errors import UsageError, VerifyError, reason, warn
 from bridge.core.output.replace import check_free
 from bridge.core.parsing.limited import parse_json
 from bridge.core.progress import Progress
@@ -65,7 +65,7 @@ def engine(
             raise UsageError(
                 "out, profile and memory are for engines of named GPUs: give gpu (--gpu), for example rtx4090"
             )
-        return _on_card(directory, build_on_this_gpu(directory, config, callback))
+        return _name_on_card(directory, build_on_this_gpu(directory, config, callback))
     architectures = parse_gpus(gpu)
     if problems := why_no_engine(plan.steps, plan.options["dtype"], architectures):
         raise UsageError("\n  ".join([f"{directory}:", *problems]))
@@ -73,7 +73,7 @@ def engine(
     ranges = {} if profile is None else parse_ranges(profile)
     if out is None:
         built = build_engines(directory, config, architectures, memory=limit, ranges=ranges, progress=callback)
-        return _on_card(directory, built)
+        return _name_on_card(directory, built)
     new = Path(out).absolute()
     check_free(new, overwrite=False, replacing="remove it")
     if not new.parent.is_dir():
@@ -81,11 +81,14 @@ def engine(
     return build_engines(directory, config, architectures, out=new, memory=limit, ranges=ranges, progress=callback)
 
 
-def _on_card(directory: Path, engines: Engines) -> Engines:
-    """The engines, also in a section of the model card."""
+def _name_on_card(directory: Path, engines: Engines) -> Engines:
+    """The engines, named in a section of the model card; a card that cannot be written is a warning."""
     from bridge.reporting.model_card import add_engines
 
-    add_engines(directory, engines)
+    try:
+        add_engines(directory, engines)
+    except OSError as error:
+        warn(f"{directory}: the engines are built, but the model card was not changed: {reason(error)}")
     return engines
 
 

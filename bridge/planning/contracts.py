@@ -97,8 +97,7 @@ class Contract:
     format; `head`, that the output head may be quantized; `plain`, for unquantized output; `ranks`, that ranks may
     share matrices; `sparse`, that it has kernels for 2:4 zeros in these files as they are. Architectures whose source
     has a layer's experts in one tensor -> how it is known that it reads them: `stacked`, in one still; `split`, as
-    modules of each. `but_not`: architectures that it loads in no format. `float32_as`: the dtype in which it is given a
-    float32 source; "" if in its own.
+    modules of each. `but_not`: architectures that it loads in no format. `float32_as`: the dtype of a float32 source.
     """
 
     target: str

@@ -27,6 +27,9 @@ def is_refit(format_: Format) -> bool:
     return (first.dtype, first.per) == ("float8_e4m3fn", "tensor")
 
 
+OWN_SCALES_NOTE = "own_scales changes nothing: no weight is FP8 with a scale per tensor"
+
+
 def block_of(module: str) -> str:
     """The parent of a module. Attention and MLP may read one input: runtimes fuse each in itself."""
     return module.rpartition(".")[0]

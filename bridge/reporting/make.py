@@ -25,6 +25,7 @@ from bridge.reporting.report import Report, report_from_dict
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest
+from bridge.targets.trt.record import load_engines
 from bridge.verification.parity import Parity
 
 if TYPE_CHECKING:
@@ -81,11 +82,8 @@ def save(report: Report, directory: Path) -> None:
     (directory / "report.json").write_text(report.to_json() + "\n")
     (directory / "report.html").write_text(render(report), encoding="utf-8")
     add_section(directory, report)
-    if (directory / "engine.json").exists():
-        from bridge.targets.trt.record import load_engines
-
-        if engines := load_engines(directory):
-            add_engines(directory, engines)
+    if engines := load_engines(directory):
+        add_engines(directory, engines)
 
 
 def inspect_command(plan: Plan, source: Source) -> str:

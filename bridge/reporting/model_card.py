@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.core.output.names import CARD
+from bridge.core.output.temporary import write_whole
 from bridge.core.text import fold_layers, size
 from bridge.core.version import __version__
 from bridge.reporting.report import Report, count_rows, verdict
@@ -39,7 +40,7 @@ def add_engines(directory: Path, engines: Engines) -> None:
 
 def _write(path: Path, text: str, mark: str) -> None:
     before = path.read_bytes().decode("utf-8", "surrogateescape") if path.exists() else ""
-    path.write_bytes(with_section(before, text, mark).encode("utf-8", "surrogateescape"))
+    write_whole(path, with_section(before, text, mark).encode("utf-8", "surrogateescape"))
 
 
 def with_section(card: str, text: str, mark: str = BEGIN) -> str:

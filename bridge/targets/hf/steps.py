@@ -9,7 +9,7 @@ from dataclasses import replace
 from bridge.core.dtypes import DTYPES
 from bridge.core.text import byte_count, fold_problems, grouped, pattern
 from bridge.core.values import Format, Numeric, Site, Slice, TensorSpec
-from bridge.planning.joined_and_cut import MIN_GROUP, block_of, fused_with, is_refit
+from bridge.planning.joined_and_cut import MIN_GROUP, OWN_SCALES_NOTE, block_of, fused_with, is_refit
 from bridge.planning.plan import PASSTHROUGH, Output, Step
 from bridge.planning.target import Draft, Drafted
 from bridge.quant.describe import amax_words, scale_words
@@ -57,7 +57,7 @@ class Drafting:
         self._drafted.problems += [*self._ungrouped(), *self._folding.problems(), *self._mixes()]
         self._drafted.notes += self._folding.notes()
         if self._draft.options.own_scales and not any(map(is_refit, self._formats.values())):
-            self._drafted.notes.append("own_scales changes nothing: no weight is FP8 with a scale per tensor")
+            self._drafted.notes.append(OWN_SCALES_NOTE)
         self._drafted.problems += self._experts.problems
         self._drafted.notes += self._experts.notes
         steps = [step for name in self._order() for step in self._steps(name)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.errors import UsageError
 from bridge.core.text import size
 from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec, main_dtype
-from bridge.planning.joined_and_cut import is_refit
+from bridge.planning.joined_and_cut import OWN_SCALES_NOTE, is_refit
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import float_dtype, option
@@ -116,7 +116,7 @@ class Trt(OnnxTarget):
     def draft(self, draft: Draft) -> Drafted:
         drafted, options = super().draft(draft), draft.options
         if options.own_scales and not any(isinstance(f, Format) and is_refit(f) for f in draft.formats.values()):
-            drafted.notes.append("own_scales changes nothing: no weight is FP8 with a scale per tensor")
+            drafted.notes.append(OWN_SCALES_NOTE)
         if isinstance(options.engine, str):
             from bridge.targets.trt.engine import build_memory
             from bridge.targets.trt.gpus import why_no_engine

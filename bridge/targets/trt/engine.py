@@ -73,7 +73,7 @@ def build_engines(
             "task": "build", "graph": str(graph), "engine": str(engine), "capabilities": list(architectures),
             "profiles": [asdict(profile) for profile in profiles],
         }  # fmt: skip
-        return Built(**_in_child(job, progress)["built"])
+        return Built(**run_builder(job, progress)["built"])
 
     weights = directory / WEIGHTS
     check_memory(weights.stat().st_size if weights.exists() else 0, memory)
@@ -211,7 +211,7 @@ def parser_findings(path: Path) -> list[str] | None:
 @functools.lru_cache(maxsize=8)
 def _parsed(graph: Path, state: Any) -> tuple[str, ...]:
     try:
-        return tuple(_in_child({"task": "parse", "graph": str(graph)}, no_progress)["parsed"])
+        return tuple(run_builder({"task": "parse", "graph": str(graph)}, no_progress)["parsed"])
     except WriteError as error:  # a crash, or libraries that do not load
         return (str(error),)
 
@@ -238,7 +238,7 @@ def _alone(directory: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _in_child(job: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+def run_builder(job: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
     """The answer of a process that builds or parses; if it fails its log stays, and the error names it."""
     answer: dict[str, Any] = {}
     command = [sys.executable, "-P", "-m", "bridge.targets.trt.build"]  # -P: not the code of the current directory

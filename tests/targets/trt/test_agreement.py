@@ -14,7 +14,7 @@ import pytest
 from bridge.core.errors import WriteError
 from bridge.core.progress import no_progress
 from bridge.targets.onnx.lint.problem import PORTABILITY
-from bridge.targets.trt.engine import _in_child
+from bridge.targets.trt.engine import run_builder
 from bridge.targets.trt.products import RTX, why_unavailable
 from bridge.targets.trt.profile import Profile, dynamic_axes
 from tests.targets.onnx.lint.test_lint import CASES, CLEAN, Case, findings_of
@@ -52,11 +52,11 @@ def names() -> list[str]:
 def refusal(graph: Path) -> str:
     """What the parser, or the builder for SM120, says against a file; "" if it makes an engine."""
     try:
-        if errors := _in_child({"task": "parse", "graph": str(graph)}, no_progress)["parsed"]:
+        if errors := run_builder({"task": "parse", "graph": str(graph)}, no_progress)["parsed"]:
             return f"parser: {errors[0]}"
         others = {axis: (1, 4, 8) for axis in dynamic_axes(graph) if axis not in Profile().ranges}
         job = {"graph": str(graph), "engine": str(graph.with_suffix(".engine")), "capabilities": ["sm120"]}
-        _in_child({"task": "build", **job, "profiles": [asdict(Profile(others=others))]}, no_progress)
+        run_builder({"task": "build", **job, "profiles": [asdict(Profile(others=others))]}, no_progress)
     except WriteError as error:
         return f"builder: {error}"
     return ""
