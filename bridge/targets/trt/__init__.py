@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.core.errors import UsageError
+from bridge.core.errors import UsageError, warn
 from bridge.core.text import size
 from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec, main_dtype
 from bridge.planning.joined_and_cut import OWN_SCALES_NOTE, is_refit
@@ -251,6 +251,8 @@ class Trt(OnnxTarget):
             build_on_this_gpu(directory, config, context.progress)
         elif options["engine"]:
             built = build_engines(directory, config, options["engine"].split(","), progress=context.progress)
+            for warning in built.warnings:
+                warn(warning)
             summaries = [f"{engine.file}: {engine.summary}" for engine in built.engines if engine.summary]
             written = dataclasses.replace(written, notes=(*written.notes, *summaries, *built.warnings))
         return written

@@ -64,7 +64,7 @@ class Profile:
 FIELDS = {"batch": "batch", "sequence": "sequence", "past_sequence": "past", "encoder_sequence": "encoder"}
 BATCHES = {"text_batch", "image_batch", "audio_batch"}  # axes that have the range of `batch`
 POSITIVE = {"batch", "sequence", "encoder_sequence"}  # none of these may be empty
-HOW = "write each axis once, as in sequence=1:128:2048 (min:opt:max)"
+HOW = "write an axis as in sequence=1:128:2048 (min:opt:max)"
 
 
 def parse_ranges(given: str | Mapping[str, Sequence[int]]) -> dict[str, Range]:
@@ -83,13 +83,14 @@ def parse_ranges(given: str | Mapping[str, Sequence[int]]) -> dict[str, Range]:
         raise UsageError(f"profile={given!r}: give a text or a mapping of ranges; {HOW}")
     ranges: dict[str, Range] = {}
     for name, words in pairs:
+        if name == "total_sequence":
+            raise UsageError(
+                "profile total_sequence (--profile): it is past_sequence and sequence together; give these"
+            )
         shown = f"profile {name}={':'.join(words)} (--profile)"
-        if (
-            not name
-            or name in ranges
-            or len(words) != 3
-            or not all(re.fullmatch(r"\s*\d{1,10}\s*", word) for word in words)
-        ):
+        if name in ranges:
+            raise UsageError(f"{shown}: the axis is given twice")
+        if not name or len(words) != 3 or not all(re.fullmatch(r"\s*\d{1,10}\s*", word) for word in words):
             raise UsageError(f"{shown}: {HOW}")
         low, best, high = map(int, words)
         if not (name in POSITIVE) <= low <= best <= high or not high:

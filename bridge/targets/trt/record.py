@@ -126,13 +126,15 @@ def altered_engines(directory: Path) -> list[str]:
 def _problems(engine: Engine, directory: Path) -> list[str]:
     """Why an engine does not count; a graph that is elsewhere, as beside engines in a directory of their own, may."""
     found = []
+    gpus = f" --gpu {','.join(engine.architectures)}" if engine.product == "TensorRT for RTX" else ""
+    again = f"build it again: qbridge engine {directory}{gpus}"
     own = (engine.file, engine.engine_sha256, "was changed or cut")
     for name, expected, what in (own, (engine.graph, engine.graph_sha256, "is another graph")):
         at = directory / Path(name).name
         if not at.is_file():
-            found += [f"{name}: is missing; build the engines again"] if name == engine.file else []
+            found += [f"{name}: is missing; {again}"] if name == engine.file else []
         elif digest_of(at) != expected:
-            found.append(f"{name}: {what} since the engine was built; build the engines again")
+            found.append(f"{name}: {what} since the engine was built; {again}")
     return found
 
 

@@ -251,7 +251,7 @@ def test_what_fails_leaves_the_engines_and_their_record(
     bridge.engine(out, "sm89", progress=False)
     before = {path.name: path.read_bytes() for path in out.glob("*engine*")}
     if how == "builder":
-        monkeypatch.setattr(engines, "_in_child", lambda job, progress: 1 / 0)
+        monkeypatch.setattr(engines, "run_builder", lambda job, progress: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             bridge.engine(out, "sm120", progress=False)
     elif how == "unavailable":
@@ -307,9 +307,11 @@ def test_ranges_of_axes_replace_those_of_the_profiles(tmp_path: Path) -> None:
         ("pasts=0:8:16", "no graph has a dynamic axis 'pasts'; .*past_sequence"),
         ("batch=4:2:1", "a range needs min <= opt <= max"),
         ("batch=0:1:4", "min of batch, above zero"),
-        ("batch=1:2", "write each axis once, as in sequence=1:128:2048"),
-        ("batch=1:2:99999999999999999999", "write each axis once"),
-        ({"batch": (1, 2)}, "write each axis once"),
+        ("batch=1:2", "write an axis as in sequence=1:128:2048"),
+        ("batch=1:2:99999999999999999999", "write an axis"),
+        ({"batch": (1, 2)}, "write an axis"),
+        ("batch=1:2:4,batch=1:2:8", "the axis is given twice"),
+        ("total_sequence=1:2:3000", "it is past_sequence and sequence together"),
         ({"batch": 4}, "give a text or a mapping of ranges"),
         (["batch=1:2:4"], "give a text or a mapping of ranges"),
     ):
