@@ -18,6 +18,7 @@ needs("modelopt")
 # A kind is met by its first target and scheme; the rest of the product waits for `make test-all`.
 OF_A_KIND = {
     "decoders": ("BloomForCausalLM", "hf nvfp4_wo"),
+    "experts in half precision": ("Glm4MoeForCausalLM", "trt engine"),  # its router computes in float32
     "dual towers": ("SiglipModel", "hf nvfp4_wo"),
     "encoder-decoders": ("T5ForConditionalGeneration", "hf nvfp4_wo"),
     "encoders": ("MPNetForMaskedLM", "hf int4_awq"),  # ModelOpt's values are others, and wrong
@@ -36,7 +37,9 @@ def test_every_family_that_was_swept_has_a_result_of_each_cell() -> None:
     assert all(set(families) == set(KINDS[kind]) for kind, families in read().items())
     swept = {cell for row in STORED.values() for cell in row}
     assert swept <= set(CELLS)
-    assert all(set(row) == swept for row in STORED.values())
+    for families in read().values():  # of a kind all families have run, or none
+        (cells,) = {frozenset(row) for row in families.values()}
+        assert cells >= swept - {"trt engine"}
     assert {ended["end"] for row in STORED.values() for ended in row.values()} <= set(ENDS)
 
 

@@ -16,7 +16,7 @@ def positions(config: Mapping[str, Any]) -> int | None:
 def context_length(config: Mapping[str, Any]) -> int | None:
     """The positions that a model, or the part of it that writes text, was made for; None if its config does not say."""
     names = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "n_positions")
-    return _first_number(config, ("text_config", "decoder"), names)
+    return _first_number(config, ("text_config", "decoder"), (*names, "max_seq_len"))
 
 
 def encoder_length(config: Mapping[str, Any]) -> int | None:

@@ -253,13 +253,19 @@ class Inserter:
         return ir.node(kind, inputs, attributes, domain=domain, outputs=[output], name=name)
 
 
-def attach(model: ir.Model, floats: Mapping[str, ir.Value], weights_file: WeightsFile) -> None:
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def attach(model: ir.Model, floats: Mapping[str, ir.Value], weights_file: WeightsFile) -> list[str]:
     """Make every float weight that is still read external data of the file, under its checkpoint name.
+
+    Returns the names of those that a half-precision file holds and the model computes with in float32, as the biases by
+    which some choose experts: the graph casts them.
 
     floats: checkpoint tensor name -> its value, already removed from the graph's initializers.
     ExportError if the graph reads a tensor that the plan does not write, or in another shape or dtype.
     """
-    problems = []
+    problems, widened = [], []
     for name, value in floats.items():
         if not value.uses() and not value.is_graph_output():
             continue
@@ -267,7 +273,11 @@ def attach(model: ir.Model, floats: Mapping[str, ir.Value], weights_file: Weight
             problems.append(f"{name} is read by the graph but not in the plan")
             continue
         tensor = weights_file.tensor(name)
-        if (tuple(value.shape or ()), value.dtype) != (tuple(tensor.shape), tensor.dtype):
+        same = tuple(value.shape or ()) == tuple(tensor.shape)
+        if same and value.dtype == ir.DataType.FLOAT and tensor.dtype in HALVES and not value.is_graph_output():
+            value = _widened(model.graph, value, tensor.dtype)
+            widened.append(name)
+        if not same or value.dtype != tensor.dtype:
             problems.append(
                 f"{name}: the graph reads {value.dtype} {value.shape}, the plan writes {tensor.dtype} {tensor.shape}"
             )
@@ -276,3 +286,14 @@ def attach(model: ir.Model, floats: Mapping[str, ir.Value], weights_file: Weight
         model.graph.register_initializer(value)
     if problems:
         raise ExportError("\n  ".join(["graph and plan disagree:", *fold_layers(problems)]))
+    return widened
+
+
+def _widened(graph: ir.Graph, value: ir.Value, stored: ir.DataType) -> ir.Value:
+    """A value of another dtype, whose cast to float32 is read instead of `value`."""
+    narrow = ir.Value(type=ir.TensorType(stored), shape=value.shape)
+    node = ir.node("Cast", [narrow], {"to": ir.DataType.FLOAT}, name=f"{value.name}/widened")
+    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = node.name, value.type, value.shape
+    value.replace_all_uses_with(node.outputs[0])
+    graph.append(node)
+    return narrow

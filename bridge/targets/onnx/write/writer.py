@@ -81,7 +81,9 @@ def write_onnx(
     unused = set.intersection(*(one.unused for one in made.values()))
     skipped = {name: f"not read by the {options.task} graph; kept in {WEIGHTS}" for name in sorted(unused)}
     text = next(iter(made.values())).graph.text
-    return WriteResult(summary.policies, skipped, (*notes, *summary.notes())), text
+    rounded = sorted({name for one in made.values() for name in one.widened})
+    told = [f"computed in float32, stored in half precision: {', '.join(fold_layers(rounded))}"] if rounded else []
+    return WriteResult(summary.policies, skipped, (*notes, *told, *summary.notes())), text
 
 
 def _check_placed(made: Sequence[MadeGraph]) -> None:
@@ -109,12 +111,16 @@ def _request(context: ConversionContext, options: GraphOptions, part: str) -> Gr
 
 @dataclass(frozen=True)
 class MadeGraph:
-    """A finished graph; quantized matrices that it reads and that are in it, planned tensors that it does not read."""
+    """A finished graph; quantized matrices that it reads and that are in it, planned tensors that it does not read.
+
+    `widened`: tensors that are stored in half precision and cast to float32.
+    """
 
     graph: Graph
     read: set[str]
     placed: set[str]
     unused: set[str]
+    widened: list[str]
 
 
 def make_graph(context: ConversionContext, directory: Path, options: GraphOptions, part: str = "") -> MadeGraph:
@@ -149,10 +155,12 @@ def make_graph(context: ConversionContext, directory: Path, options: GraphOption
     if part in ("", "decoder"):  # towers and embeddings keep none
         _quantize_kv(inserter, context, kv)
     RemoveUnusedNodesPass()(graph.model)  # transposes and float weights that codes replaced
-    attach(graph.model, floats, weights_file)
+    widened = attach(graph.model, floats, weights_file)
     stored = {step.outputs[0].spec.name for step in plan.steps if not step.attention}
     placed = {steps[key].matrix for key in uses}
-    return MadeGraph(graph, {step.matrix for step in quantized}, placed, stored - set(graph.model.graph.initializers))
+    return MadeGraph(
+        graph, {step.matrix for step in quantized}, placed, stored - set(graph.model.graph.initializers), widened
+    )
 
 
 def save(model: ir.Model, path: Path) -> None:
