@@ -28,7 +28,7 @@ SIGNATURES = {
         "samples=None, sequence=None, field=None, device=None, verify=True, overwrite=False, resume=True, "
         "progress=None, memory=None, workers=None, **options"
     ),
-    "engine": "model, gpu=None, out=None, *, memory=None, progress=None",
+    "engine": "model, gpu=None, out=None, *, profile=None, memory=None, progress=None",
     "distill": (
         "student, teacher, data=None, out=None, *, target='hf', quant=None, steps=1000, batch=8, sequence=512, "
         "lr=0.0001, temperature=1.0, pairs='norm', top_k=None, teacher_cache=None, calib=None, field=None, seed=0, "
