@@ -6,7 +6,7 @@ Weights are stored quantized. TensorRT's rules and their sources are listed in `
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from bridge.targets.tasks import listed, tasks
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
     from bridge.streaming.context import ConversionContext, WriteResult
+    from bridge.targets.onnx.export.float_graph import Graph
 
 BLOCKS = "write a recipe with block = 128 or 64 that keeps the matrices which it does not divide"
 
@@ -229,13 +230,16 @@ class Trt(OnnxTarget):
         from bridge.targets.onnx.write.side_files import read_image_size, read_pooling
         from bridge.targets.onnx.write.writer import GraphOptions, write_onnx
         from bridge.targets.trt.engine import build_engines, build_on_this_gpu, trtexec_lines
-        from bridge.targets.trt.last_token import keep_last_token
 
         options, files = context.plan.options, context.source.side_files
         pools = options["task"] == "feature-extraction"
         pooling, why_not = read_pooling(files) if pools else ("", "")
         given = {key: options[key] for key in ("task", "dtype", "opset", "cache", "stamp", "attention_op")}
-        rewrite = keep_last_token if options["logits"] == "last" else None
+        rewrite: Callable[[Graph], None] | None = None
+        if options["logits"] == "last":
+            from bridge.targets.trt.last_token import keep_last_token  # imports onnx_ir
+
+            rewrite = keep_last_token
         chosen = GraphOptions(**given, image=read_image_size(files), pooling=pooling, rewrite=rewrite)
         written, text = write_onnx(context, directory, chosen)
         if "embedding" in tasks()[options["task"]].parts:
