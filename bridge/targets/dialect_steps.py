@@ -9,6 +9,7 @@ from bridge.core.text import pattern
 from bridge.core.values import Format, Site, Slice
 from bridge.planning.target import Draft, Drafted
 from bridge.tables.architectures.match import Matched
+from bridge.tables.architectures.meaning import not_followed
 from bridge.tables.dialects.dialect import Dialect, DialectRow
 from bridge.tables.dialects.layout import Roles, lay_out, locate, roles_by_layer
 from bridge.tables.expressions.ops import Rank
@@ -48,7 +49,9 @@ class DialectDrafting:
         self._sites = {site.module: site for site in self.draft.structure.sites}
         self._quantized = self.draft.quantized
         self._layers = int(str(self.matched.names["layers"]))
-        self._drafted = Drafted()
+        matched, architecture = self.matched, self.matched.architecture
+        unlike = not_followed(matched.table, architecture, matched.config, self.dialect.followed(architecture))
+        self._drafted = Drafted(problems=[("config.json", text) for text in unlike])
 
     def _rows(self, head: bool) -> Iterator[tuple[DialectRow, int | None]]:
         """Yield every row with its layer; without `head` the output head is left out."""

@@ -10,8 +10,7 @@ from typing import Any
 from bridge.core.arrays import np
 from bridge.core.errors import SourceError
 from bridge.sources.configs.facts import Fact, Facts, Given, is_scaling, shown
-
-SLIDING, FULL = "sliding_attention", "full_attention"
+from bridge.tables.architectures.meaning import FULL, SLIDING
 
 
 def take_rope(terms: dict[str, Fact], entries: Given) -> bool:

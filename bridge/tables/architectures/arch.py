@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from bridge.core.errors import PlanError
 from bridge.core.mappings import Place, TableFile, added_files, own_files, read_table, table_files, table_text
 from bridge.core.parsing.file_cache import cached_by_file
 from bridge.core.text import nearest
+from bridge.tables.architectures.meaning import shared
 from bridge.tables.architectures.roles import InputRow, Roles, load_roles, merge_inputs, parse_inputs
 from bridge.tables.expressions.grammar import Call, Expr, Formula, parse_formula, parse_row, roles_in
 
 _KEYS = [
-    "architectures", "prefix", "prefixes", "bare", "order", "scaled", "config", "dims", "legacy", "inputs", "layouts",
-    "foreign", "prune", "rows", "rows_if", "rows_for", "split", "tied_if", "ignore", "ignore_if", "ignore_for",
+    "architectures", "prefix", "prefixes", "bare", "order", "scaled", "config", "computes", "dims", "legacy", "inputs",
+    "layouts", "foreign", "prune", "rows", "rows_if", "rows_for", "split", "tied_if", "ignore", "ignore_if",
+    "ignore_for",
 ]  # fmt: skip
 Layouts = dict[str, tuple[str, Place]]  # architecture -> the name of its layout in a dialect, and where it is given
 INDEX = re.compile(r"\{(\w+)\}")
@@ -64,7 +66,8 @@ class ArchTable:
 
     `prefixes`: what a checkpoint's names may begin with instead of `prefix`. `order`: modules of one parent in the
     model's order, if the rows have another. `scaled`: embeddings whose module also scales its output. `split`: rows of
-    each expert, of checkpoints that have no stacks of them.
+    each expert, of checkpoints that have no stacks of them. `computes`: fields of the config that change what the model
+    computes and no tensor, with their defaults.
     """
 
     file: TableFile
@@ -83,6 +86,7 @@ class ArchTable:
     order: tuple[str, ...]
     scaled: tuple[str, ...]
     split: tuple[Row, ...] = ()
+    computes: Mapping[str, object] = field(default_factory=dict)
 
     def without_stacks(self) -> ArchTable:
         """Return the table of a checkpoint that has a tensor of each expert instead of stacks."""
@@ -185,13 +189,27 @@ def parse_arch(file: TableFile, roles: Roles) -> ArchTable:
     bare = tuple(file.data.get("bare", ()))
     _known(file.place("", "bare"), bare, architectures)
     rows = _rows(file, roles, [*config, *dims], architectures)
+    ties = _ties(file, [*config, *dims], {row.name for row in rows})
+    ignored = _ignored(file, roles, [*config, *dims], architectures)
+    formulas = [*dims.values(), *(row.when for row in (*rows, *ignored)), *(tie.when for tie in ties)]
     return ArchTable(
         file, roles, architectures, file.data.get("prefix", ""), file.words("prefixes"), bare, config, dims,
-        rows, _ties(file, [*config, *dims], {row.name for row in rows}),
-        _ignored(file, roles, [*config, *dims], architectures), dict(file.data.get("legacy", {})),
+        rows, ties, ignored, dict(file.data.get("legacy", {})),
         merge_inputs(parse_inputs(file, roles.roles), roles.inputs), tuple(file.data.get("order", ())),
-        _scaled(file, roles), _split(file, roles, rows),
+        _scaled(file, roles), _split(file, roles, rows), _computes(file, config, formulas),
     )  # fmt: skip
+
+
+def _computes(file: TableFile, config: Mapping[str, object], formulas: Iterable[Formula | None]) -> dict[str, object]:
+    """The fields of [computes], and those of [config] that no formula of the rows has."""
+    used = frozenset(name for formula in formulas if formula for name in formula.names)
+    given = {**shared().section("computes"), **file.section("computes")}
+    for name in given:
+        if name not in shared().section("meaning"):
+            raise file.place("computes", name).error(f"`{name}` has no [meaning] in {shared().name}")
+    return {name: value for name, value in config.items() if name not in used} | {
+        name: None if value == "none" else value for name, value in given.items()
+    }
 
 
 def _dims(file: TableFile, roles: Roles, config: Mapping[str, object]) -> dict[str, Formula]:

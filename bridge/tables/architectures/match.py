@@ -16,6 +16,7 @@ from typing import Any
 from bridge.core.errors import PlanError
 from bridge.core.values import TensorSpec
 from bridge.tables.architectures.arch import ArchTable, Row
+from bridge.tables.architectures.meaning import as_read
 from bridge.tables.expressions.grammar import roles_in
 from bridge.tables.expressions.regions import Shape
 from bridge.tables.expressions.shapes import row_shape
@@ -83,6 +84,7 @@ class Matched:
     names: Mapping[str, object]
     entries: tuple[Entry, ...]
     prefix: str  # of the base model's names in this checkpoint
+    config: Mapping[str, Any] = field(default_factory=dict)  # as the model's class reads it
     placed: dict[str, tuple[Entry, int | None, int | None]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
@@ -108,7 +110,7 @@ def match(
     if _has_split(table, specs, prefix):
         table = table.without_stacks()
     entries = tuple(entries_of(table, architecture, names, prefix))
-    matched = Matched(table, architecture, names, entries, prefix)
+    matched = Matched(table, architecture, names, entries, prefix, as_read(config, table))
     active = {entry.name: entry for entry in entries if entry.row.expr and entry.expected}
     stored = _tie(matched, active, specs)
     tree = _tree((entry.name, entry) for entry in entries)

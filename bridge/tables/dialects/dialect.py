@@ -14,7 +14,7 @@ files of the usual names, or of those listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from bridge.tables.expressions.grammar import Call, Expr, Ref, parse_row, roles_
 from bridge.tables.expressions.ops import ALL
 
 STAGES = ("first", "layer", "last")
-_HEAD = ("cache", "shared_head", "prefixes", "files", "architectures", "joined", "dims")
+_HEAD = ("cache", "shared_head", "prefixes", "files", "architectures", "follows", "joined", "dims")
 _INNER = ("also", "ignore")  # sections of a layout besides its rows
 _KEYS = (*_HEAD, *STAGES, "for", "also", "absent", "ignore", "refused")
 
@@ -85,7 +85,8 @@ class Dialect:
     beginnings of names. `dims`: numbers from the checkpoint's own config -> their meaning. `absent`: roles of its
     architectures that it does not have -> why. `ignored`: tensors that are not weights: "" or a layout -> name ->
     reason. `refused`: weights that no row can read -> why. `files`: weight files besides those of Hugging Face, in a
-    directory with config.json; None for checkpoints of another kind.
+    directory with config.json; None for checkpoints of another kind. `follows`: "all" or an architecture -> fields of
+    config.json, besides those of rows and rotary ones, that it expresses or whose values the target judges.
     """
 
     file: TableFile
@@ -100,6 +101,7 @@ class Dialect:
     ignored: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] | None = None
+    follows: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -118,6 +120,10 @@ class Dialect:
         while prefix := next((prefix for prefix in self.prefixes if name.startswith(prefix)), ""):
             name = name.removeprefix(prefix)
         return name
+
+    def followed(self, architecture: str) -> frozenset[str]:
+        """The fields of an architecture's config that its output expresses."""
+        return frozenset((*self.follows.get("all", ()), *self.follows.get(architecture, ())))
 
     def shares_head(self, matched: Matched, pp: int = 1) -> bool:
         """Whether no head is written: it is tied, and one pipeline stage has embedding and head."""
@@ -182,6 +188,7 @@ def parse_dialect(file: TableFile, roles: Roles) -> Dialect:
     return Dialect(
         file, words, tuple(rows), joined, str(file.data.get("cache", "")), file.words("shared_head"),
         file.words("prefixes"), dims, absent, ignored, file.texts("refused"), _files(file, dims),
+        file.section("follows"),
     )  # fmt: skip
 
 

@@ -31,8 +31,8 @@ class Layout:
     """One model in Megatron's names."""
 
     def __init__(self, config: Mapping[str, Any], specs: Mapping[str, TensorSpec], vocab_multiple: int) -> None:
-        self._config, self._multiple = config, vocab_multiple
         self._matched, self._dialect = match_table(config, specs), load_dialect("megatron")
+        self._config, self._multiple = self._matched.config, vocab_multiple
         self._roles = locate(self._matched)
         # As the family's own program trains it: if Hugging Face stores norms less one, so does Megatron.
         self._centered = self._roles["final.norm.weight", None, None][0].shift == 1

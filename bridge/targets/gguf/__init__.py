@@ -87,11 +87,11 @@ class Gguf(StreamedTarget):
 
         matched = match_table(draft.config, draft.specs)
         drafted = Drafting(draft, load_dialect(self.name), matched).drafted()
-        wrong = malformed(draft.config, matched)
+        wrong = malformed(matched)
         drafted.problems += [("config.json", text) for text in wrong]
         if not wrong:
-            drafted.problems += [("", text) for text in problems(draft.config, matched)]
-            drafted.notes += window_notes(draft.config, matched)
+            drafted.problems += [("", text) for text in problems(matched)]
+            drafted.notes += window_notes(matched)
         tokenizer = describe(draft.side_files, int(str(matched.names["vocab"])), draft.config)
         drafted.problems += [*tokenizer.problems, *generation_problems(draft.side_files)]
         drafted.notes += tokenizer.notes
@@ -117,7 +117,7 @@ class Gguf(StreamedTarget):
             "general.quantization_version": u32(QUANTIZATION_VERSION),
             "general.alignment": u32(self.align),
             "general.file_type": u32(_file_type(plan)),
-            **hyperparameters(source.config, matched),
+            **hyperparameters(matched),
             **tokens,
         }
 

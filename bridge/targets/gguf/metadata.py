@@ -11,8 +11,9 @@ from typing import Any
 
 from bridge.core.formats.gguf import f32, u32
 from bridge.core.text import described
-from bridge.sources.configs.rope import FULL, SLIDING, Rope, llama3_factors, rope_of
+from bridge.sources.configs.rope import Rope, llama3_factors, rope_of
 from bridge.tables.architectures.match import Matched
+from bridge.tables.architectures.meaning import FULL, SLIDING, is_causal, malformed_rope
 from bridge.targets.gguf.llama_cpp import Graph, graphs
 
 ROPE_FREQS = "rope_freqs.weight"
@@ -37,15 +38,12 @@ def rotary(config: Mapping[str, Any], graph: Graph) -> Rope:
     return rope_of(config, graph.theta, graph.rotary_share)
 
 
-def malformed(config: Mapping[str, Any], matched: Matched) -> list[str]:
+def malformed(matched: Matched) -> list[str]:
     """Fields that are read here and are no numbers of their kind, each with what it should be."""
-    graph, given = graphs()[matched.architecture], config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rotary = {name: config.get(name) for name in ("rope_parameters", "rope_scaling")}
-    rotary |= {name: given.get(name) for name in (FULL, SLIDING)} if isinstance(given, Mapping) else {}
-    if wrong := {name: value for name, value in rotary.items() if not isinstance(value, Mapping | None)}:
-        return [
-            f"{name} is {described(wrong[name])}; it should be an object with rope_type and so on" for name in wrong
-        ]
+    if wrong := list(malformed_rope(matched.config)):
+        return wrong
+    graph, config = graphs()[matched.architecture], matched.config
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     parts = [given, *(given[name] for name in (FULL, SLIDING) if isinstance(given.get(name), Mapping))]
     found = [_wrong(config, name, kind) for name, kind in {**_FIELDS, graph.eps: float}.items()]
     for part in parts if graph.rotary else ():
@@ -68,9 +66,9 @@ def _wrong(given: Mapping[str, Any], name: str, kind: type, needed: bool = False
     return f"{name} is {described(value)}; it should be a positive {word}, up to {_LARGEST[kind]:g}"
 
 
-def problems(config: Mapping[str, Any], matched: Matched) -> Iterator[str]:
+def problems(matched: Matched) -> Iterator[str]:
     """What llama.cpp would compute differently from the model, each with what to do."""
-    graph = graphs()[matched.architecture]
+    graph, config = graphs()[matched.architecture], matched.config
     act = config.get(graph.activation, graph.activations[-1])
     if act is not None and act not in graph.activations:
         yield f"{graph.activation} is {act!r}; llama.cpp's {graph.name} computes {graph.activations[0]}"
@@ -85,8 +83,6 @@ def problems(config: Mapping[str, Any], matched: Matched) -> Iterator[str]:
     for formula, problem in graph.refuse:
         if formula.value({name: config.get(name) for name in formula.names} | dict(matched.names)):
             yield problem
-    if config.get("scale_attn_by_inverse_layer_idx"):
-        yield "scale_attn_by_inverse_layer_idx is true, which llama.cpp does not compute"
     yield from _rope_problems(rotary(config, graph), graph)
     yield from _window_problems(config, matched, graph)
 
@@ -127,9 +123,10 @@ def _window_problems(config: Mapping[str, Any], matched: Matched, graph: Graph) 
         yield f"logits are soft-capped, which llama.cpp's {graph.name} does not compute"
 
 
-def window_notes(config: Mapping[str, Any], matched: Matched) -> list[str]:
+def window_notes(matched: Matched) -> list[str]:
     """Sentences on windows that llama.cpp's graph does not have."""
-    graph, window = graphs()[matched.architecture], config.get("sliding_window")
+    graph, config = graphs()[matched.architecture], matched.config
+    window = config.get("sliding_window")
     uses = config.get("use_sliding_window", graph.window)
     if graph.every or not window or not uses or window >= _context(config, matched):
         return []
@@ -141,9 +138,9 @@ def _context(config: Mapping[str, Any], matched: Matched) -> int:
     return int(str(given or 2048))
 
 
-def hyperparameters(config: Mapping[str, Any], matched: Matched) -> dict[str, Any]:
+def hyperparameters(matched: Matched) -> dict[str, Any]:
     """The keys of the architecture; an array is a tensor that follows from the config."""
-    graph, names = graphs()[matched.architecture], matched.names
+    graph, names, config = graphs()[matched.architecture], matched.names, matched.config
 
     def count(name: str) -> int:
         return int(str(names[name]))
@@ -162,6 +159,8 @@ def hyperparameters(config: Mapping[str, Any], matched: Matched) -> dict[str, An
         "attention.value_length": u32(head_dim),
         f"attention.layer_norm_{'rms_' if graph.rms else ''}epsilon": f32(float(config[graph.eps])),
     }
+    if not is_causal(config):
+        keys["attention.causal"] = False
     keys |= _experts(config, names) | _windows(config, graph)
     keys = {f"{graph.name}.{key}": value for key, value in keys.items()}
     if not graph.rotary:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
+from bridge.tables.architectures.meaning import is_causal
 from bridge.targets.checkpoint import option
 from bridge.targets.onnx.formats import FLOAT_ACTIVATIONS
 from bridge.targets.onnx.target import OnnxTarget
@@ -38,6 +39,11 @@ WHY_FLOAT32 = {
     "bfloat16": "ONNX Runtime has no CPU kernels for bfloat16",
     "float16": "target ort writes float32 graphs only; for float16 use target trt",
 }
+
+NOT_CAUSAL = (
+    "its tokens see those after them (is_causal, use_bidirectional_attention), and GroupQueryAttention is causal; use "
+    "target trt, whose graph ONNX Runtime runs too"
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class Ort(OnnxTarget):
     def why_no_graph(self, draft: Draft) -> str:
         architecture = draft.structure.architecture
         if architecture in (fused := listed("ort", "classes")):
-            return ""
+            return "" if is_causal(_text(draft.config)) else NOT_CAUSAL
         known = ", ".join(fused)
         return f"{architecture}: no test shows that its graph fuses; use target trt, or one of {known}"
 

@@ -88,15 +88,19 @@ class Trtllm(StreamedTarget):
         return ""
 
     def draft(self, draft: Draft) -> Drafted:
+        from bridge.tables.architectures.meaning import malformed_rope
         from bridge.tables.architectures.structure import match_table
         from bridge.tables.dialects.dialect import load_dialect
         from bridge.targets.trtllm import config
         from bridge.targets.trtllm.ranks import Ranks, vocab_multiple
 
         matched, dialect = match_table(draft.config, draft.specs), load_dialect(self.name)
-        config.shape(draft.config, matched, vocab_multiple(draft.quantized.values()))
+        config.shape(matched, vocab_multiple(draft.quantized.values()))
         drafted = Ranks(draft, dialect, matched).drafted()
         drafted.problems += _uneven(drafted, draft.options, dialect)
+        drafted.problems += [("config.json", text) for text in malformed_rope(matched.config)]
+        if window := matched.config.get("sliding_window"):
+            drafted.notes.append(f"attention has a window of {window}: run with --max_attention_window_size {window}")
         return drafted
 
     def notes(self, structure: Structure, options: TrtllmOptions) -> tuple[str, ...]:
@@ -126,7 +130,7 @@ class Trtllm(StreamedTarget):
 
         plan, source = context.plan, context.source
         matched = match_table(source.config, source.specs)
-        files = config.files(plan, source.config, matched, load_dialect(self.name))
+        files = config.files(plan, matched, load_dialect(self.name))
         written = write_checkpoint(context, directory, files)
         algorithm = json.loads(files["config.json"])["quantization"]["quant_algo"]
         unknown = f"quant_algo {algorithm} is ModelOpt's name; TensorRT-LLM up to 1.2 does not list it"

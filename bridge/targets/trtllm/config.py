@@ -28,7 +28,7 @@ ROPE = ("rope_theta", "partial_rotary_factor")  # of `rope_parameters`; the rest
 RENORMALIZE = 1  # TensorRT-LLM's MoeConfig.ExpertScaleNormalizationMode
 
 
-def files(plan: Plan, config: Mapping[str, Any], matched: Matched, dialect: Dialect) -> dict[str, bytes]:
+def files(plan: Plan, matched: Matched, dialect: Dialect) -> dict[str, bytes]:
     """The JSON files of a checkpoint, with quant_cfg.json if the modules have several formats."""
     tp, pp, dtype = plan.options["tp"], plan.options["pp"], plan.options["dtype"]
     quantization = _quantization(plan, matched, dialect)
@@ -39,18 +39,18 @@ def files(plan: Plan, config: Mapping[str, Any], matched: Matched, dialect: Dial
     content: dict[str, Any] = {"producer": PRODUCER, "architecture": plan.architecture, "dtype": dtype}
     content["logits_dtype"] = "float16" if dtype == "bfloat16" else dtype
     multiple = vocab_multiple(step.format for step in plan.quantized if step.format)
-    content |= shape(config, matched, multiple) | _kind(config, matched, dialect, tp, pp)
+    content |= shape(matched, multiple) | _kind(matched, dialect, tp, pp)
     content |= {"mapping": {"world_size": tp * pp, "tp_size": tp, "pp_size": pp}, "quantization": quantization}
     if "experts" in matched.names:
-        experts, top = matched.names["experts"], config["num_experts_per_tok"]
+        experts, top = matched.names["experts"], matched.config["num_experts_per_tok"]
         content["moe"] = {"num_experts": experts, "top_k": top, "normalization_mode": RENORMALIZE}
         content["mapping"] |= {"moe_tp_size": tp, "moe_ep_size": 1}
     return quant_cfg | {"config.json": json.dumps(content, indent=4).encode()}
 
 
-def shape(config: Mapping[str, Any], matched: Matched, multiple: int) -> dict[str, Any]:
+def shape(matched: Matched, multiple: int) -> dict[str, Any]:
     """The model's extents for config.json; PlanError if the source's config lacks one."""
-    dims = matched.names
+    dims, config = matched.names, matched.config
     experts = "experts" in dims
     return {
         "num_hidden_layers": dims["layers"],
@@ -68,8 +68,8 @@ def shape(config: Mapping[str, Any], matched: Matched, multiple: int) -> dict[st
     }
 
 
-def _kind(config: Mapping[str, Any], matched: Matched, dialect: Dialect, tp: int, pp: int) -> dict[str, Any]:
-    roles = {role for role, _, _ in locate(matched)}
+def _kind(matched: Matched, dialect: Dialect, tp: int, pp: int) -> dict[str, Any]:
+    roles, config = {role for role, _, _ in locate(matched)}, matched.config
     learned = "embed.positions.weight" in roles
     fields = {
         "position_embedding_type": "learned_absolute" if learned else "rope_gpt_neox",
@@ -82,16 +82,17 @@ def _kind(config: Mapping[str, Any], matched: Matched, dialect: Dialect, tp: int
         "rmsnorm": "final.norm.bias" not in roles,
         "lm_head_bias": False,
     }
-    return fields | ({} if learned else _rotary(config)) | _multipliers(config, matched)
+    return fields | ({} if learned else _rotary(config)) | _multipliers(matched)
 
 
-def _multipliers(config: Mapping[str, Any], matched: Matched) -> dict[str, float]:
+def _multipliers(matched: Matched) -> dict[str, float]:
     """Granite's, with transformers' defaults, as LLaMAConfig has them: attention's is times the root of a head's width.
 
     Attention divides by that root. TensorRT-LLM's own converter leaves it out where the multiplier is 1.
     """
     if not matched.architecture.startswith(class_prefixes("multipliers")):
         return {}
+    config = matched.config
     return {
         "embedding_multiplier": config.get("embedding_multiplier", 1.0),
         "attention_multiplier": config.get("attention_multiplier", 1.0)

@@ -20,7 +20,7 @@ ENTRY = {
 }  # fmt: skip
 
 
-_PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+_PARTIAL = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
 
 
 def described(directory: Path, name: str = "gpt2", modules: dict[str, Any] | None = None, **changes: Any) -> Path:
@@ -72,18 +72,19 @@ def test_each_quantized_module_is_built_as_its_entry_says(tp: Any, tmp_path: Pat
         ({"architectures": ["GPTNeoForCausalLM"]}, "no ready Tripy module for GPTNeoForCausalLM; known: BertFor"),
         ({"architectures": None}, "no ready Tripy module for none"),
         ({"modules": {"transformer.h.0.attn.q_proj": ENTRY}}, "lists transformer.h.0.attn.q_proj as quantized"),
-        ({"add_cross_attention": True}, "add_cross_attention: the Tripy module of GPT-2 has a decoder only"),
+        ({"add_cross_attention": True}, "add_cross_attention is true.*ready Tripy module of GPT2LMHeadModel"),
         ({"activation_function": "gelu_newer"}, "no Tripy activation for 'gelu_newer'.*nearest: gelu_new"),
-        ({"per_layer_config": {"1": {"n_inner": 44}}}, "per_layer_config: a ready Tripy module has equal layers only"),
+        ({"per_layer_config": {"1": {"n_inner": 44}}}, "has equal layers only, not those of per_layer_config"),
+        ({"is_causal": False}, "is_causal is false"),
         ({"n_head": "six"}, "config.json: transformers cannot read it"),
-        ({"name": "bert", "is_decoder": True}, "the Tripy module of BERT is an encoder"),
+        ({"name": "bert", "is_decoder": True}, "is_decoder is true .whether a token sees only those before it.*of BertModel"),
         (
             {"name": "bert", "position_embedding_type": "relative_key"},
             "'relative_key': the Tripy module of BERT has absolute positions only",
         ),
         (
             {"name": "llama", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type 'dynamic' changes with the input; Tripy modules have default or linear or llama3 or yarn",
+            "LlamaForCausalLM has no rope_type 'dynamic'",
         ),
         (
             {"name": "llama", "rope_parameters": _PARTIAL},

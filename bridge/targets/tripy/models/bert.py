@@ -104,8 +104,6 @@ class BertModel(tp.Module):
 
     def __init__(self, config: Any, parts: Parts, prefix: str = "", pooled: bool = True) -> None:
         super().__init__()
-        if config.is_decoder or config.add_cross_attention:
-            raise PlanError("config.json: is_decoder, add_cross_attention: the Tripy module of BERT is an encoder")
         if (kind := getattr(config, "position_embedding_type", "absolute")) != "absolute":
             raise PlanError(
                 f"config.json: position_embedding_type {kind!r}: the Tripy module of BERT has absolute positions only"

@@ -10,6 +10,8 @@ from typing import Any
 from bridge.core.errors import PlanError, SourceError, UsageError
 from bridge.core.text import fold_layers, nearest
 from bridge.sources.live_models.loading import model_config
+from bridge.tables.architectures.arch import load_arch
+from bridge.tables.architectures.meaning import as_read, not_followed
 from bridge.targets.tripy.frontend import nvtripy
 from bridge.targets.tripy.section import read_section
 
@@ -34,6 +36,12 @@ READY = {
     "BertForQuestionAnswering":      ("bert", "BertForQuestionAnswering"),
 }  # fmt: skip
 
+# File -> fields of config.json that its modules read, besides those of rows and rotary ones.
+FOLLOWED = {
+    "llama": ("hidden_act", "layer_types", "max_window_layers", "rms_norm_eps", "sliding_window", "use_sliding_window"),
+    "gpt2": ("activation_function", "layer_norm_epsilon", "scale_attn_by_inverse_layer_idx", "scale_attn_weights"),
+    "bert": ("hidden_act", "is_causal", "layer_norm_eps"),  # an encoder: every token sees all
+}
 ROPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length of the input
 OWN = "write your own and fill it: bridge.targets.tripy.load(directory, module)"
 
@@ -53,7 +61,10 @@ def no_ready_module(config: Mapping[str, Any]) -> str:
         return f"the ready Tripy module of {architecture} has no rope_type {kind!r}; {OWN}"
     if config.get("per_layer_config"):
         return f"the ready Tripy module of {architecture} has equal layers only, not those of per_layer_config; {OWN}"
-    return ""
+    table = load_arch(architecture)
+    assert table is not None, "every ready module has a table"
+    unlike = not_followed(table, architecture, as_read(config, table), FOLLOWED[READY[architecture][0]])
+    return next((f"{text}, in the ready Tripy module of {architecture}; {OWN}" for text in unlike), "")
 
 
 def build(directory: str | Path) -> Any:
@@ -69,8 +80,8 @@ def build(directory: str | Path) -> Any:
             f"{directory}: no ready Tripy module for {architecture}; {nearest(architecture, READY)}.\n"
             "  Write the tp.Module yourself and fill it: bridge.targets.tripy.load(directory, module)"
         )
-    if config.get("per_layer_config"):
-        raise PlanError(f"{directory}: config.json: per_layer_config: a ready Tripy module has equal layers only")
+    if why := no_ready_module(config):
+        raise PlanError(f"{directory}: config.json: {why}")
     try:
         settings = model_config(config)
     except Exception as error:  # transformers' config classes raise their own exceptions

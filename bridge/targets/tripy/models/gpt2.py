@@ -9,7 +9,6 @@ from typing import Any
 
 import nvtripy as tp
 
-from bridge.core.errors import PlanError
 from bridge.targets.tripy.models.layers import Heads, Parts, Seen, activation
 
 
@@ -65,8 +64,6 @@ class GPT2Model(tp.Module):
 
     def __init__(self, config: Any, parts: Parts, prefix: str = "") -> None:
         super().__init__()
-        if config.add_cross_attention:
-            raise PlanError("config.json: add_cross_attention: the Tripy module of GPT-2 has a decoder only")
         width = config.hidden_size
         self.wte = parts.embedding(config.vocab_size, width)
         self.wpe = parts.embedding(config.max_position_embeddings, width)

@@ -11,7 +11,6 @@ from typing import Any
 import nvtripy as tp
 
 from bridge.core.errors import PlanError
-from bridge.targets.tripy.models.build import ROPES
 from bridge.targets.tripy.models.layers import Heads, Parts, Seen, activation
 
 
@@ -24,11 +23,7 @@ class Rotary:
 
         rope = config.rope_parameters
         kind, partial = rope["rope_type"], rope.get("partial_rotary_factor", 1.0)
-        if kind not in ROPES:
-            raise PlanError(
-                f"config.json: rope_type {kind!r} changes with the input; Tripy modules have {' or '.join(ROPES)}"
-            )
-        if partial != 1.0:
+        if partial != 1.0 and kind != "default":  # the classes read it with a scaling only
             raise PlanError(f"config.json: partial_rotary_factor {partial}: Tripy modules rotate whole heads only")
         # transformers' own formulas: inverse frequencies of half a head, and the factor of cosines and sines
         default = LlamaRotaryEmbedding.compute_default_rope_parameters

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bridge.sources.configs.rope import SLIDING, Rope, frequencies
+from bridge.sources.configs.rope import Rope, frequencies
+from bridge.tables.architectures.meaning import SLIDING
 from bridge.targets.onnx.export.layers import Layers
 from bridge.targets.onnx.export.naming import name_by_structure
 from bridge.targets.onnx.export.stamp import stamp_layers

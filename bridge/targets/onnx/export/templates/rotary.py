@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from bridge.sources.configs.rope import FULL, SLIDING, Rope, rope_of
+from bridge.sources.configs.rope import Rope, rope_of
+from bridge.tables.architectures.meaning import FULL, SLIDING
 
 SCALINGS = {
     "default": (),

@@ -7,20 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridge.core.output.provenance import ORIGIN_FIELDS
-from bridge.sources.configs.rope import FULL, SLIDING, Rope
+from bridge.sources.configs.rope import Rope
+from bridge.tables.architectures.meaning import FULL, SLIDING, listed
 from bridge.targets.onnx.export.layers import Layers
 from bridge.targets.onnx.export.templates.rotary import read_rope
 
 # What older versions of config.json have in place of `rope_parameters` (see `rotary`) and `layer_types`.
 OLDER = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"}
-# No graph depends on these: origins, training, generation.
-WITHOUT_EFFECT = ORIGIN_FIELDS | {
-    "architectures", "attention_dropout", "bos_token_id", "cache_implementation", "do_sample", "eos_token_id",
-    "gradient_checkpointing", "initializer_range", "max_length", "max_position_embeddings", "max_sequence_length",
-    "max_window_layers", "model_type", "pad_token_id", "pretraining_tp", "temperature", "top_k", "top_p",
-    "transformers_version", "use_cache",
-}  # fmt: skip
+WITHOUT_EFFECT = listed("without_effect") | {"max_window_layers"}  # which follow from `layer_types` here
 # Values with which these do nothing, in the families that do not know the entry.
 OFF: dict[str, list[Any]] = {
     "attention_bias": [False], "mlp_bias": [False], "partial_rotary_factor": [1.0], "rope_interleaved": [False],

@@ -1,0 +1,120 @@
+"""What the entries of a config.json change in the model, and which of them a target cannot express.
+
+A field is followed by rows (a formula of the table has it), computes something (`[computes]`, and other fields of
+`[config]`), has no effect (`mappings/config.toml`), or is unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.core.mappings import TableFile, mappings, read_table
+from bridge.core.text import described
+
+if TYPE_CHECKING:
+    from bridge.tables.architectures.arch import ArchTable
+
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
+PARTIAL = "partial_rotary_factor"
+
+
+@cache
+def shared() -> TableFile:
+    """`mappings/config.toml`."""
+    return read_table(mappings() / "config.toml")
+
+
+@cache
+def listed(section: str) -> frozenset[str]:
+    """The fields of a section of `mappings/config.toml`: `without_effect` on weights and graph, read `elsewhere`."""
+    return frozenset(name for names in shared().section(section).values() for name in names)
+
+
+def as_read(config: Mapping[str, Any], table: ArchTable) -> dict[str, Any]:
+    """The config as its class reads it: one rotary entry, and no part of a head that the class does not read.
+
+    Of `rope_scaling` and `rope_parameters` the first counts (`convert_rope_params_to_dict` of transformers 5.23).
+    """
+    read = dict(config)
+    if any(malformed_rope(config)):
+        return read
+    scaling, given = read.get("rope_scaling"), read.get("rope_parameters")
+    if scaling and given:
+        del read["rope_scaling"]
+        kinds = isinstance(given.get(FULL), Mapping)
+        read["rope_parameters"] = {**given, FULL: {**given[FULL], **scaling}} if kinds else dict(scaling)
+    if "use_sliding_window" in table.computes and not read.get("use_sliding_window"):
+        read = {name: value for name, value in read.items() if name not in ("sliding_window", "max_window_layers")}
+    if PARTIAL not in table.computes:
+        read.pop(PARTIAL, None)
+        for name in ("rope_scaling", "rope_parameters"):
+            if (entry := read.get(name)) and entry.get("rope_type", entry.get("type", "default")) == "default":
+                read[name] = {key: value for key, value in entry.items() if key != PARTIAL}
+    return read
+
+
+def is_causal(config: Mapping[str, Any]) -> bool:
+    """Whether a token sees only those before it, in a decoder (`create_causal_mask` of transformers 5.23, Gemma's)."""
+    return bool(config.get("is_causal", True)) and not config.get("use_bidirectional_attention")
+
+
+def malformed_rope(config: Mapping[str, Any]) -> Iterator[str]:
+    """Rotary entries that are no objects, of the model or of a kind of layers, each with what it should be."""
+    for name in ("rope_scaling", "rope_parameters"):
+        entry = config.get(name)
+        kinds = {kind: entry.get(kind) for kind in (FULL, SLIDING)} if isinstance(entry, Mapping) else {}
+        for part, value in ((name, entry), *kinds.items()):
+            if not isinstance(value, Mapping | None):
+                yield f"{part} is {described(value)}; it should be an object with rope_type and so on"
+
+
+def not_followed(
+    table: ArchTable, architecture: str, config: Mapping[str, Any], follows: Collection[str]
+) -> Iterator[str]:
+    """What an output that expresses `follows` would compute differently from the model: other entries than defaults.
+
+    config: as `as_read` returns it.
+    """
+    known = {*follows, *listed("without_effect"), *listed("elsewhere"), *(table.config.keys() - table.computes.keys())}
+    for name, value in config.items():
+        if name in known:
+            continue
+        if name in table.computes:
+            default = table.computes[name]
+            if not _same(value, default):
+                meaning = shared().section("meaning")[name]
+                yield f"{name} is {_shown(value)} ({meaning}); the output cannot say so and means {_shown(default)}"
+        elif reader := _reader(name, architecture):
+            yield f"{name} is {_shown(value)}, which {reader} reads, and no table says what it changes"
+
+
+def _same(value: object, default: object) -> bool:
+    """Numbers of any type are equal; what is off is like none, and so is a list of layers without a window."""
+    if default is None and isinstance(value, list):
+        return set(map(str, value)) <= {FULL}
+    if default is None:
+        return value is None or value is False
+    return bool(value == default) and isinstance(value, bool) == isinstance(default, bool)
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else described(value)
+
+
+@cache
+def _reader(name: str, architecture: str) -> str:
+    """The file of transformers that reads a field for an architecture; "" if none does, as far as its text shows."""
+    spec = find_spec("transformers")
+    for folder in Path(spec.origin).parent.joinpath("models").iterdir() if spec and spec.origin else ():
+        modelling = folder / f"modeling_{folder.name}.py"
+        if not modelling.is_file() or f"class {architecture}(" not in modelling.read_text("utf-8"):
+            continue
+        for file in (modelling, folder / f"configuration_{folder.name}.py"):
+            if re.search(rf"""\.{re.escape(name)}\b|["']{re.escape(name)}["']""", file.read_text("utf-8")):
+                return f"transformers' {file.name}"
+    return ""
