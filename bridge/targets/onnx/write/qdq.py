@@ -297,3 +297,24 @@ def _widened(graph: ir.Graph, value: ir.Value, stored: ir.DataType) -> ir.Value:
     value.replace_all_uses_with(node.outputs[0])
     graph.append(node)
     return narrow
+
+
+def widen_products(graph: ir.Graph) -> None:
+    """Compute bfloat16 products of a graph in another dtype in float32: ONNX Runtime's CPU has no such kernels.
+
+    ALiBi of Falcon has them. A product of two bfloat16 numbers is exact in float32, so rounding it gives the same.
+    """
+    for node in [node for node in graph if node.op_type == "Mul" and node.outputs[0].dtype == ir.DataType.BFLOAT16]:
+        for at, value in enumerate(node.inputs):
+            assert value is not None
+            wide = ir.node("Cast", [value], {"to": ir.DataType.FLOAT}, name=f"{node.name}/{at}")
+            wide.outputs[0].type, wide.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), value.shape
+            graph.insert_before(node, wide)
+            node.replace_input_with(at, wide.outputs[0])
+        product = node.outputs[0]
+        product.dtype = ir.DataType.FLOAT
+        rounded = ir.node("Cast", [product], {"to": ir.DataType.BFLOAT16}, name=f"{node.name}/rounded")
+        rounded.outputs[0].type, rounded.outputs[0].shape = ir.TensorType(ir.DataType.BFLOAT16), product.shape
+        product.replace_all_uses_with(rounded.outputs[0])
+        rounded.replace_input_with(0, product)
+        graph.insert_after(node, rounded)

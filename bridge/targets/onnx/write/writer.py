@@ -128,13 +128,15 @@ def make_graph(context: ConversionContext, directory: Path, options: GraphOption
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
     from bridge.targets.onnx.export.cached import float_graph
-    from bridge.targets.onnx.write.qdq import Inserter, WeightsFile, attach
+    from bridge.targets.onnx.write.qdq import Inserter, WeightsFile, attach, widen_products
     from bridge.targets.onnx.write.sites import find_kv, find_sites
 
     plan = context.plan
     graph, names = float_graph(_request(context, options, part), lambda text: context.progress(0, 0, text))
     # Newer opsets give the operators of 21 more types, and no other meaning.
     graph.model.graph.opset_imports[""], graph.model.ir_version = options.opset, IR_VERSIONS[options.opset]
+    if options.dtype != "bfloat16":
+        widen_products(graph.model.graph)
     if options.rewrite:
         options.rewrite(graph)
     if options.join:
