@@ -62,7 +62,7 @@ def refusals(fields: Facts) -> dict[str, str]:
             plain = fact.value is False or name in NO_EFFECT or name.startswith(_ANY_ENDING)
             why = "not known here, so that it may change what the model computes"
         if not plain:
-            found[name] = f'{fact}: {why}; to convert without it give config={{"{name}": None}}'
+            found[name] = f'{fact}: {why}; if this model does without it, give config={{"{name}": None}}'
     return found
 
 

@@ -151,7 +151,7 @@ def test_of_heads_only_their_number_is_asked_for() -> None:
             {"residual_scale": 0.3},
             "residual_scale = 0.3: not known here, so that it may change what the model computes",
         ),
-        ({"moe_new_thing": "x"}, 'to convert without it give config={"moe_new_thing": None}'),
+        ({"moe_new_thing": "x"}, 'if this model does without it, give config={"moe_new_thing": None}'),
         ({"position_embedding_type": "mrope"}, "supported are rope, yarn and learned_absolute"),
         ({"normalization": "DyT"}, "known norms are RMSNorm, LayerNorm"),
         ({"num_moe_experts": 5}, "LlamaForCausalLM cannot express experts"),
