@@ -1,7 +1,7 @@
-"""torchtitan's checkpoints: one distributed checkpoint per step; reads the last, of a run's dump folder as well.
+"""torchtitan's checkpoints: one distributed checkpoint per step; reads the last.
 
-Distributed checkpoints that other programs save of a `transformers` model, in its own names, are read as well. The
-config is never guessed.
+A run's dump folder stands for its last step, too. Distributed checkpoints that other programs save of a `transformers`
+model, in its own names, are read as well. The config is never guessed.
 """
 
 from __future__ import annotations
