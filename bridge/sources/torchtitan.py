@@ -1,7 +1,7 @@
 """torchtitan's checkpoints: one distributed checkpoint per step; reads the last.
 
-Distributed checkpoints that other programs save of a `transformers` model, in its own names, are read as well. The
-config is never guessed.
+A run's dump folder stands for its last step, too. Distributed checkpoints that other programs save of a `transformers`
+model, in its own names, are read as well. The config is never guessed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ WRITTEN_BY = (
 )
 HEADS = ("lm_head.weight", "output.weight")
 STEP = re.compile(r"step-(\d+)")
+STEPS = "checkpoint"  # torchtitan's own name of the directory of steps, in a run's dump folder
 
 
 def recognizes(model: object) -> bool:
-    """Take a directory with a distributed checkpoint, or with steps of a run that have one."""
+    """Take a directory with a distributed checkpoint, with steps of a run that have one, or a run's dump folder."""
     root = foreign_directory(model)
-    return root is not None and (_is_step(root) or bool(_steps(root)))
+    return root is not None and (_is_step(root) or bool(_steps(root)) or (root / STEPS).is_dir())
 
 
 def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> HfSource:
@@ -48,7 +49,7 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
 
     root = as_path(model)
     one_checkpoint(root)
-    at, notes = (root, {}) if _is_step(root) else _last(root)
+    at, notes = (root, {}) if _is_step(root) else _last(root) if _steps(root) else _last_of_run(root / STEPS)
     folder = open_folder(at)
     container = distributed(folder)
     if container is None:
@@ -84,6 +85,15 @@ def _is_step(root: Path) -> bool:
 
 def _steps(root: Path) -> dict[int, Path]:
     return {step: path for step, path in numbered_directories(root, STEP).items() if _is_step(path)}
+
+
+def _last_of_run(steps: Path) -> tuple[Path, dict[str, str]]:
+    """As `_last`, for the directory of steps in a dump folder; the notes say which step is read."""
+    one_checkpoint(steps)
+    if not numbered_directories(steps, STEP):
+        raise SourceError(f"{steps}: has no step-<N>: the run has saved none yet; give the dump folder of one that has")
+    chosen, notes = _last(steps)
+    return chosen, {f"{STEPS}/": f"{chosen.name} of it is read"} | {f"{STEPS}/{k}": why for k, why in notes.items()}
 
 
 def _last(root: Path) -> tuple[Path, dict[str, str]]:

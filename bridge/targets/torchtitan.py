@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 ERAS = ("0.3", "0.2")
 ZERO_BIAS = "expert_bias is written as zeros: torchtitan balances experts with it in training; the model has none"
+MISTRAL_WINDOW = 4096  # transformers' default
+WINDOWLESS = "torchtitan's llama3, which this would be, sees every token before; give config={'sliding_window': None}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ class Torchtitan(DcpTarget):
         matched, dialect = match_table(draft.config, draft.specs), load_dialect(self.name)
         also = () if draft.options.era == ERAS[0] else ("", dialect.architectures[matched.architecture])
         drafted = Drafting(draft, dialect, matched, also=also, biased=True).drafted()
+        window = draft.config.get("sliding_window", MISTRAL_WINDOW)
+        if matched.architecture.startswith("Mistral") and window is not None:
+            drafted.problems.append(("", f"sliding_window = {window}: {WINDOWLESS}"))
         drafted.notes += [ZERO_BIAS] * any(not step.source for step in drafted.steps)
         return drafted
 

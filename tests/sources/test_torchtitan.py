@@ -67,6 +67,24 @@ def test_the_last_finished_step_is_read(tmp_path: Path) -> None:
     assert "no step has a .metadata: no save finished, or hidden files were not copied" in refusal(tmp_path)
 
 
+def test_the_last_finished_step_of_a_dump_folder_is_read(tmp_path: Path) -> None:
+    """As a run leaves it: `<dump>/checkpoint/step-<N>`, beside logs."""
+    first, last = llama(), {name: tensor + 1 for name, tensor in llama().items()}
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "tb").mkdir()
+    assert "checkpoint: has no step-<N>: the run has saved none yet" in refusal(tmp_path)
+    save(tmp_path / "checkpoint/step-9", spelled(first, "torchtitan"))
+    save(tmp_path / "checkpoint/step-10", spelled(last, "torchtitan"))
+    (tmp_path / "checkpoint/step-11").mkdir()
+    source = open_source(tmp_path, config=CONFIG)
+    assert np.array_equal(source.read("lm_head.weight"), last["lm_head.weight"].numpy())
+    assert source.dropped["checkpoint/"] == "step-10 of it is read"
+    assert source.dropped["checkpoint/step-9/"] == "another step; step-10 is read"
+    for step in ("step-9", "step-10"):
+        (tmp_path / "checkpoint" / step / ".metadata").unlink()
+    assert "checkpoint: no step has a .metadata: no save finished" in refusal(tmp_path)
+
+
 def test_the_config_is_asked_for_field_by_field(tmp_path: Path) -> None:
     step = save(tmp_path / "step-3", spelled(llama(), "torchtitan"))
     message = refusal(step)

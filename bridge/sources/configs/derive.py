@@ -40,11 +40,12 @@ _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 @dataclass(frozen=True)
 class Declared:
-    """The terms of a configuration. `open`: terms that it mentions without a value."""
+    """The terms of a configuration. `open`: terms that it mentions without a value; `refused`: field -> problem."""
 
     terms: Facts = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def hf_config(
     entries = _entries(given)
     measured = measure(layout_of(dialect, specs), specs)
     terms = dict(declared.terms)
-    problems = [*declared.problems, *measured.problems, *mistyped(terms)]
+    refused = [why for name, why in declared.refused.items() if not entries.leaves_out(name)]
+    problems = [*declared.problems, *refused, *measured.problems, *mistyped(terms)]
     by_tensors = dict(measured.facts)
     solve(measured, by_tensors)
     names = entries.get("architectures")

@@ -35,6 +35,13 @@ class Given(dict[str, Any]):
         """The source of entries, for a message."""
         return f"{'config.json' if self.from_checkpoint.issuperset(names) else 'config='}: {', '.join(names)}"
 
+    def leaves_out(self, name: str) -> bool:
+        """Whether the caller says None of a field that is no entry of config.json; takes it away."""
+        if self.get(name, 0) is not None or name in self.from_checkpoint:
+            return False
+        del self[name]
+        return True
+
     def rename(self, old: str, new: str) -> None:
         """Rename an entry, if it is there."""
         if old in self:

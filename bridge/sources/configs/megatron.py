@@ -16,7 +16,6 @@ from bridge.sources.configs.facts import (
     WORD,
     Fact,
     Facts,
-    Kind,
     mistyped,
     shown,
     target,
@@ -24,43 +23,47 @@ from bridge.sources.configs.facts import (
 
 TABLE = read_table(mappings() / "megatron_fields.toml")
 TERMS, EXPERT_TERMS, _ACTIVATIONS = map(TABLE.texts, ("terms", "expert_terms", "activations"))
-_SINKS, _NORMS, _EXPERT_DEFAULTS = map(TABLE.section, ("sinks", "layer_norm", "expert_defaults"))
-_PLAIN = {name: None if value == "none" else value for name, value in TABLE.section("unsupported").items()}
+_SINKS, _NORMS, _EXPERT_DEFAULTS, CHOICES = map(TABLE.section, ("sinks", "layer_norm", "expert_defaults", "choices"))
+DEFAULTS = {name: None if value == "none" else value for name, value in TABLE.section("defaults").items()}
+_FREE = read_table(mappings() / "megatron_no_effect.toml")
+NO_EFFECT = frozenset(name for topic in _FREE.data for name in _FREE.words(topic))
+_ANY_ENDING = tuple(name.removesuffix("*") for name in NO_EFFECT if name.endswith("*"))
 # Llama 3.1's numbers, constants in Megatron-Core's code.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_YARN: Mapping[str, Kind] = {
-    "original_max_position_embeddings": COUNT,
-    "beta_fast": NUMBER,
-    "beta_slow": NUMBER,
-    "mscale": FACTOR,
-    "mscale_all_dim": FACTOR,
-}
-# Fields that are read but are not terms by themselves.
-_FIELDS: Mapping[str, Kind] = {
-    **dict.fromkeys(("seq_length", "max_position_embeddings", "old_context_len"), COUNT),
-    **dict.fromkeys(
-        (
-            "rope_scaling_factor", "seq_len_interpolation_factor", "scale_factor", "low_freq_factor",
-            "high_freq_factor", "rotary_scaling_factor", "yarn_rotary_scaling_factor",
-        ),
-        NUMBER,
-    ),
-    **dict.fromkeys(
-        (
-            "add_bias_linear", "add_qkv_bias", "bias_activation_fusion", "rope_scaling", "moe_router_pre_softmax",
-            "yarn_correction_range_round_to_int", "scale_positional_embedding", "openai_gelu", "squared_relu",
-            "quick_geglu", "bias_gelu_fusion", "group_query_attention", "use_rotary_position_embeddings",
-            "untie_embeddings_and_output_weights",
-        ),
-        TRUTH,
-    ),
-    **dict.fromkeys(("normalization", "position_embedding_type", "rope_type", "softmax_type"), WORD),
+_WORDS = {
+    "count": COUNT, "number": NUMBER, "factor": FACTOR, "truth": TRUTH, "word": WORD, "window": WINDOW,
+    "frequency": FREQUENCY,
+}  # fmt: skip
+_READ = TABLE.section("read")
+_YARN = {name: _WORDS[kind] for name, kind in TABLE.texts("yarn").items()}
+_KINDS = {
+    **{name: KINDS[term] for name, term in {**TERMS, **EXPERT_TERMS}.items()},
+    **{name: kind for word, kind in _WORDS.items() for name in _READ.get(word, ())},
     **_YARN,
     **{f"yarn_{name}": kind for name, kind in _YARN.items()},
-    "window_size": WINDOW,
-    **dict.fromkeys(("moe_layer_freq", "window_attn_skip_freq"), FREQUENCY),
-}  # fmt: skip
-_KINDS = {**{name: KINDS[term] for name, term in {**TERMS, **EXPERT_TERMS}.items()}, **_FIELDS}
+}
+FOLLOWED = frozenset({*_KINDS, *_READ["any"]})
+
+
+def refusals(fields: Facts) -> dict[str, str]:
+    """Return the fields that change a model's output, or may, and that nothing follows, each with the message."""
+    found = {}
+    for name, fact in fields.items():
+        if name in FOLLOWED or fact.value is None:
+            continue
+        if name in CHOICES:
+            several = fact.value if isinstance(fact.value, list | tuple) else [fact.value]
+            plain = all(value in CHOICES[name] for value in several)
+            why = f"no supported architecture has that; convertible models have {', '.join(CHOICES[name])}"
+        elif name in DEFAULTS:
+            plain = fact.value == DEFAULTS[name]
+            why = f"no supported architecture has that; convertible models have {shown(DEFAULTS[name])}"
+        else:  # a switch that is off is taken for one of a newer version
+            plain = fact.value is False or name in NO_EFFECT or name.startswith(_ANY_ENDING)
+            why = "not known here, so that it may change what the model computes"
+        if not plain:
+            found[name] = f'{fact}: {why}; if this model does without it, give config={{"{name}": None}}'
+    return found
 
 
 def megatron_terms(fields: Facts) -> tuple[dict[str, Fact], list[str]]:
@@ -74,11 +77,6 @@ def megatron_terms(fields: Facts) -> tuple[dict[str, Fact], list[str]]:
     lengths = [fields[name] for name in ("seq_length", "max_position_embeddings") if name in fields]
     if lengths:
         terms["context"] = max(lengths, key=lambda fact: fact.value)
-    problems += [
-        f"{fields[name]}: no supported architecture has that; convertible models have {shown(plain)}"
-        for name, plain in _PLAIN.items()
-        if name in fields and fields[name].value != plain
-    ]
     if every := fields.get("add_bias_linear"):
         qkv = fields.get("add_qkv_bias")
         terms |= {"o_bias": every, "mlp_bias": every}

@@ -17,7 +17,7 @@ from bridge.core.errors import SourceError
 from bridge.core.text import nearest
 from bridge.sources.configs.derive import Declared
 from bridge.sources.configs.facts import Fact, shown
-from bridge.sources.configs.megatron import TABLE, megatron_terms, terms_without_value
+from bridge.sources.configs.megatron import TABLE, megatron_terms, refusals, terms_without_value
 
 _NEMO1, _NEMO1_SCALING = map(TABLE.section, ("nemo1", "nemo1_scaling"))
 _NEMO1_ACTIVATIONS, _NEMO1_NORMS, _ARGUMENTS = map(TABLE.texts, ("nemo1_activations", "nemo1_norms", "arguments"))
@@ -148,4 +148,4 @@ def declared_by_megatron(kind: str, raw: Any, where: str | None = None) -> Decla
         raise SourceError(f"{kind}: not a known configuration; {nearest(kind, WRITERS)}")
     fields = WRITERS[kind](raw, where or kind)
     terms, problems = megatron_terms(fields)
-    return Declared(terms, tuple(problems), terms_without_value(fields))
+    return Declared(terms, tuple(problems), terms_without_value(fields), refusals(fields))

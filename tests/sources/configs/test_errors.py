@@ -140,8 +140,18 @@ def test_of_heads_only_their_number_is_asked_for() -> None:
                 ("headscale", True),
                 ("normalize_attention_scores", False),
                 ("attention_type", "linear"),
+                ("moe_mlp_glu_interleave_size", 32),
+                ("moe_expert_capacity_factor", 1.25),
+                ("moe_router_load_balancing_type", "sinkhorn"),
+                ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"]),
+                ("use_mup", True),
             )
         ),
+        (
+            {"residual_scale": 0.3},
+            "residual_scale = 0.3: not known here, so that it may change what the model computes",
+        ),
+        ({"moe_new_thing": "x"}, 'if this model does without it, give config={"moe_new_thing": None}'),
         ({"position_embedding_type": "mrope"}, "supported are rope, yarn and learned_absolute"),
         ({"normalization": "DyT"}, "known norms are RMSNorm, LayerNorm"),
         ({"num_moe_experts": 5}, "LlamaForCausalLM cannot express experts"),

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import importlib.util
+from pathlib import Path
+
 import pytest
 
+from bridge.core.errors import SourceError
 from bridge.sources.configs.derive import hf_config
+from bridge.sources.configs.facts import Fact, Given
+from bridge.sources.configs.megatron import CHOICES, DEFAULTS, FOLLOWED, NO_EFFECT, refusals
 from bridge.sources.configs.writers import declared_by_megatron
 from tests.models.megatron_configs import megatron_lm, nemo1, nemo2
 from tests.models.megatron_families import FAMILIES, VOCAB
@@ -104,3 +112,53 @@ def test_a_function_is_known_by_its_name(written: str, activation: str) -> None:
     assert config_of({"activation_func": written}, given=given)["hidden_act"] == activation
     partial = {"_target_": "torch._C._nn.gelu", "_partial_": True, "_args_": [], "approximate": "tanh"}
     assert config_of({"activation_func": partial}, given=given)["hidden_act"] == "gelu_pytorch_tanh"
+
+
+def test_every_field_of_megatron_core_is_followed_or_has_no_effect_or_is_refused() -> None:
+    """A field that a new version adds belongs into one list; those that are refused have Megatron's own default."""
+    module = pytest.importorskip("megatron.core.transformer.transformer_config")
+    refused = {*DEFAULTS, *CHOICES}
+    for config in (module.TransformerConfig, module.MLATransformerConfig):
+        for field in dataclasses.fields(config):
+            lists = [field.name in names for names in (FOLLOWED, NO_EFFECT, refused)]
+            assert sum(lists) == 1, f"{field.name} is in {sum(lists)} lists of mappings/megatron_*.toml"
+            if field.name in DEFAULTS:
+                assert field.default == DEFAULTS[field.name], field.name
+            elif field.name in CHOICES:
+                assert field.default in CHOICES[field.name], field.name
+
+
+def test_every_argument_of_megatron_bridges_gpt_is_in_a_list() -> None:
+    spec = importlib.util.find_spec("megatron")  # `megatron.bridge` itself imports Transformer Engine
+    paths = [
+        Path(place) / "bridge/models/gpt_provider.py" for place in (spec and spec.submodule_search_locations) or ()
+    ]
+    path = next((path for path in paths if path.is_file()), None) or pytest.skip("megatron.bridge is not installed")
+    classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    nodes = [node for made in classes if made.name == "GPTModelProvider" for node in made.body]
+    names = {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    assert len(names) > 30
+    assert not refusals({name: Fact(DEFAULTS.get(name, "aux_loss"), name) for name in names})
+
+
+def test_the_parsers_defaults_of_megatron_lm_are_no_reason_to_refuse() -> None:
+    """Its `args` have every option, most of them of training and none of them set."""
+    args = {"lr": 1e-4, "train_iters": 500000, "rl_kl_beta": 0.0, "log_interval": 100, "hybrid_attention_ratio": 0.0}
+    args |= {"new_switch_that_is_off": False, "new_option_without_value": None, "add_position_embedding": True}
+    raw = vars(megatron_lm(FAMILIES["llama"], 1, 1))
+    assert not declared_by_megatron("common.pt: args", raw | args).refused
+    assert [*declared_by_megatron("common.pt: args", raw | {"new_switch": True}).refused] == ["new_switch"]
+
+
+def test_the_caller_leaves_an_argument_out_by_saying_none() -> None:
+    raw = nemo2(FAMILIES["llama"])
+    raw["config"]["residual_scale"] = 0.3
+    told = declared_by_megatron("context/model.yaml", raw)
+    specs = native(FAMILIES["llama"])
+    with pytest.raises(SourceError, match=r'residual_scale = 0\.3: .* give config={"residual_scale": None}'):
+        hf_config("x", "megatron", told, specs)
+    own = Given({"residual_scale": None}, ["residual_scale"])  # a config.json of the checkpoint answers nothing
+    with pytest.raises(SourceError, match="residual_scale"):
+        hf_config("x", "megatron", told, specs, own)
+    config = hf_config("x", "megatron", told, specs, {"residual_scale": None}).config
+    assert expected(FAMILIES["llama"]).items() <= config.items() and "residual_scale" not in config

@@ -91,6 +91,37 @@ def test_torchtitan_loads_its_whole_state_and_answers_the_same(name: str, era: s
     assert np.array_equal(known.load_and_run(tmp_path / "out"), known.logits)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("era", torchtitan_oracle.ERAS)
+def test_a_mistral_without_a_window_is_torchtitans_llama3_both_ways(era: str, tmp_path: Path) -> None:
+    """torchtitan's llama3 with what is written, and transformers' Mistral with what is read back, answer the same."""
+    known = torchtitan_oracle.family("llama3", era)
+    own = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None, "head_dim": 10}
+    config = known.config_hf | own
+    report = bridge.convert(of_hf(known.hf, config), "torchtitan", out=tmp_path / "step-0", era=era)
+    assert report.passed and np.array_equal(known.load_and_run(tmp_path / "step-0"), known.logits)
+    bridge.convert(tmp_path / "step-0", "hf", out=tmp_path / "hf", progress=False)
+    from transformers import AutoModelForCausalLM, MistralForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32").eval()
+    assert isinstance(model, MistralForCausalLM)
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(known.ids)).logits.numpy()
+    assert np.abs(logits - known.logits).max() < 1e-4 * np.abs(known.logits).max()
+
+
+@pytest.mark.parametrize("window", [4096, None, "absent"])
+def test_a_mistral_with_a_window_is_no_model_of_torchtitan(window: int | str | None) -> None:
+    config = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    if window == "absent":  # transformers' MistralConfig takes 4096
+        del config["sliding_window"]
+    if window is None:
+        assert bridge.plan(made(config), "torchtitan").architecture == "MistralForCausalLM"
+    else:
+        with pytest.raises(PlanError, match=r"sliding_window = 4096: .* give config={'sliding_window': None}"):
+            bridge.plan(made(config), "torchtitan")
+
+
 @pytest.mark.parametrize("era", torchtitan_oracle.ERAS)
 @pytest.mark.parametrize("case", ["llama", "llama-mqa", "llama-tied", "qwen3", "qwen3-moe", "gpt_oss", "deepseek"])
 def test_every_tensor_is_what_torchtitan_documents(case: str, era: str, tmp_path: Path) -> None:
