@@ -19,7 +19,7 @@ from bridge.sources.quantized import compressed_tensors as compressed
 from bridge.sources.quantized import deepseek as blocks
 from bridge.sources.quantized import gpt_oss as mxfp4
 from bridge.sources.quantized import modelopt, words
-from bridge.sources.quantized.fields import CONFIGS, MODELOPT_FILE, sections
+from bridge.sources.quantized.fields import CONFIGS, MODELOPT_FILE, sections, unread
 from bridge.sources.quantized.parts import Array, QuantizedTensors, QuantizedWeight, Reader, take
 from bridge.sources.weights.shards import Shard, Weights
 from bridge.tables.architectures.structure import turned_weights
@@ -120,9 +120,19 @@ def _dtype(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str:
 
 def _take(root: Path, config: Mapping[str, Any], weights: Weights) -> tuple[QuantizedTensors, Numeric | None] | None:
     """Read what the config's writer stored, and its numeric for K and V; None for an unknown writer."""
-    section = next(sections(config), {})
-    own = _modelopt_file(root)
+    section, own = next(sections(config), {}), _modelopt_file(root)
     method = str(section.get("quant_method", "modelopt" if own else ""))
+    taken = _read(section, own, method, config, weights)
+    if taken is None:
+        return None
+    tensors, kv = taken
+    problems = unread(own or section if method == "modelopt" else section, method)
+    return dataclasses.replace(tensors, problems=(*tensors.problems, *problems)), kv
+
+
+def _read(
+    section: Mapping[str, Any], own: dict[str, Any], method: str, config: Mapping[str, Any], weights: Weights
+) -> tuple[QuantizedTensors, Numeric | None] | None:
     dtype = _dtype(config, weights.specs)
     if method == "mxfp4":
         return mxfp4.take(weights, dtype), None

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bridge.core.errors import SourceError
+from bridge.core.mappings import mappings, read_table
 from bridge.core.text import described
 
 MAX_NUMBER = 1 << 31  # values of a block
@@ -22,6 +23,17 @@ def sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     holders = (holder for holder in (config, *config.values()) if isinstance(holder, Mapping))
     found = (holder.get(key) for holder in holders for key in CONFIGS)
     return (part for part in found if isinstance(part, Mapping))
+
+
+def unread(section: Mapping[str, Any], method: str) -> Iterator[str]:
+    """Entries of a section that are on and that `mappings/quantization.toml` does not know, each with what to do."""
+    known = read_table(mappings() / "quantization.toml").section(method)
+    for name, value in section.items():
+        if value and not any(name in names for names in known.values()):
+            yield (
+                f"quantization_config: {name} of {method} is not read, and may say what the codes mean; start from the "
+                "unquantized checkpoint"
+            )
 
 
 def mapping(value: Any, where: str) -> Mapping[str, Any]:
