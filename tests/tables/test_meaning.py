@@ -1,0 +1,99 @@
+"""What a config says, held to transformers: its classes' fields and defaults, the files that read them, rotary entries."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from bridge.core.mappings import own_files, read_table
+from bridge.sources.configs.rope import rope_of
+from bridge.tables.architectures.arch import ArchTable, load_arch
+from bridge.tables.architectures.meaning import PARTIAL, as_read, listed, not_followed
+
+TABLES = {path.stem: path for path in own_files("arch")}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+GEMMA = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+}
+ENTRIES: list[tuple[str, dict[str, Any]]] = [
+    ("LlamaForCausalLM", {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 8.0}}),
+    ("LlamaForCausalLM", {"rope_theta": 5e5, "rope_scaling": None}),
+    ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": YARN}),
+    ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}),
+    ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, PARTIAL: 0.5}}),
+    ("NemotronForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, PARTIAL: 0.25}}),
+    ("NemotronForCausalLM", {PARTIAL: 0.25, "rope_theta": 5e5}),
+    ("Gemma3ForCausalLM", {"rope_parameters": GEMMA, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ("Gemma3ForCausalLM", {"rope_theta": 5e5, "rope_local_base_freq": 2e4}),
+]
+
+
+def table(architecture: str) -> ArchTable:
+    found = load_arch(architecture)
+    assert found
+    return found
+
+
+def config_class(architecture: str) -> Any:
+    return getattr(transformers, architecture).config_class
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_every_field_of_a_config_class_is_known_with_its_default(name: str) -> None:
+    architecture = read_table(TABLES[name]).words("architectures")[0]
+    rows, cls = table(architecture), config_class(architecture)
+    fields = {field.name for field in dataclasses.fields(cls)}
+    known = {*rows.config, *rows.computes, *listed("without_effect"), *listed("elsewhere")}
+    assert fields - known == set()
+    default = cls().to_dict()
+    numbers = {field: value for field, value in default.items() if not isinstance(value, list | dict)}
+    assert {f: rows.computes[f] for f in rows.computes.keys() & numbers} == {
+        f: numbers[f] for f in rows.computes.keys() & numbers
+    }
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_a_default_config_asks_for_nothing(name: str) -> None:
+    for architecture in read_table(TABLES[name]).words("architectures"):
+        rows = table(architecture)
+        config = {f: v for f, v in config_class(architecture)().to_dict().items() if not isinstance(v, list)}
+        assert list(not_followed(rows, architecture, as_read(config, rows), ())) == []
+
+
+@pytest.mark.parametrize(("architecture", "entries"), ENTRIES)
+def test_rotary_entries_are_merged_as_transformers_merges_them(architecture: str, entries: dict[str, Any]) -> None:
+    theirs = config_class(architecture)(**entries).rope_parameters
+    theirs = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": theirs} if "rope_theta" in theirs else theirs
+    partial = table(architecture).computes.get(PARTIAL)
+    rope = rope_of(as_read(entries, table(architecture)), share=float(str(partial or 1)))
+    full = theirs["full_attention"]
+    assert (rope.theta, rope.kind, rope.local) == (
+        full["rope_theta"], full["rope_type"], theirs["sliding_attention"]["rope_theta"],
+    )  # fmt: skip
+    assert rope.scaling.get("factor") == full.get("factor")
+    assert rope.share == (full.get(PARTIAL, 1.0) if partial else 1.0)
+
+
+def test_a_key_that_no_code_reads_passes_and_one_that_is_read_does_not() -> None:
+    rows = table("LlamaForCausalLM")
+    said = not_followed(rows, "LlamaForCausalLM", {"unsloth_version": "1", "made_up": 3, "attention_dropout": 0.5}, ())
+    assert list(said) == []
+    (text,) = not_followed(rows, "LlamaForCausalLM", {"is_causal": False}, ())
+    assert text == (
+        "is_causal is false (whether a token sees only those before it); the output cannot say so and means true"
+    )
+    (text,) = not_followed(table("GPT2LMHeadModel"), "GPT2LMHeadModel", {"summary_last_dropout": 1}, ())
+    assert "which transformers' modeling_gpt2.py reads" in text
+    assert list(not_followed(rows, "LlamaForCausalLM", {"is_causal": False}, ("is_causal",))) == []
+
+
+def test_meanings_are_of_fields_that_a_table_has() -> None:
+    from bridge.tables.architectures.meaning import shared
+
+    fields = {field for path in TABLES.values() for field in table(read_table(Path(path)).words("architectures")[0]).computes}
+    assert set(shared().section("meaning")) == fields | {"is_causal"}
