@@ -1,4 +1,6 @@
-"""Names that scripts for Tripy, NeMo and torchtitan call, each imported at its first use.
+"""Names that scripts for Tripy, NeMo and torchtitan call.
+
+Each is imported at its first use.
 
 from bridge.compat import Quantizer, PruningConfig, load_distillation_config, per_block_cast_to_fp8
 """

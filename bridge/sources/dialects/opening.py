@@ -44,7 +44,7 @@ class Foreign:
 
     `given`: the checkpoint's config.json and the caller's `config=`. `side_files`: those to copy, given the container.
     `copies`: heads that the configuration ties to the embedding but that are stored; the conversion compares the two.
-    `notes`: other files and directories -> why they are not read.
+    `notes`: other files and directories -> why they are not read. `kind`: the class of its source.
     """
 
     root: Path
@@ -56,6 +56,7 @@ class Foreign:
     side_files: Callable[[Container], SideFiles] = lambda _: SideFiles()
     copies: Collection[str] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
+    kind: type[HfSource] = HfSource
 
 
 def source_of(checkpoint: Foreign, tokenizer: Any = None) -> HfSource:
@@ -82,7 +83,7 @@ def source_of(checkpoint: Foreign, tokenizer: Any = None) -> HfSource:
     ids = {name: value for name, value in token_ids(copied.files).items() if derived.config.get(name, 0) is None}
     weights = replace(weights, dialect=checkpoint.dialect)
     side_files = SideFiles(copied.files, dropped)
-    source = HfSource(checkpoint.root, where, derived.config | ids, weights, tokenizer, side_files=side_files)
+    source = checkpoint.kind(checkpoint.root, where, derived.config | ids, weights, tokenizer, side_files=side_files)
     source.statistics = statistics if state else None
     return source
 
