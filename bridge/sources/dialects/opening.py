@@ -19,6 +19,7 @@ from bridge.core.values import TensorSpec
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.configs.derive import Declared, Derived, hf_config
 from bridge.sources.configs.facts import Given
+from bridge.sources.configs.token_count import token_count
 from bridge.sources.configs.tokenizer_files import token_ids
 from bridge.sources.dialects.tensors import weights_of
 from bridge.sources.quantized.megatron import Statistics, quantizer_state, refuse_changed, unsmoothed
@@ -68,7 +69,10 @@ def source_of(checkpoint: Foreign, tokenizer: Any = None) -> HfSource:
     state = quantizer_state(rough.specs)
     refuse_changed(where, rough, state)
     named_specs = _without(rough, {*state, *checkpoint.copies})
-    derived = hf_config(where, checkpoint.dialect, checkpoint.declared, named_specs, checkpoint.given)
+    derived = hf_config(
+        where, checkpoint.dialect, checkpoint.declared, named_specs, checkpoint.given,
+        lambda: token_count(where, checkpoint.side_files(rough).files, tokenizer),
+    )  # fmt: skip
     dims = _dims(dialect, derived)
     row_of = translator(dialect, derived.config, dims).row_of
     container = checkpoint.join(lambda name: row.cut if (row := row_of(name)) else None)
