@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import shutil
 import subprocess
@@ -174,6 +175,18 @@ def test_an_archive_is_read_in_place_and_unpacked_alike(tmp_path: Path) -> None:
     assert_same(open_source(tmp_path), hf)  # a directory with one archive
     shutil.copy(archive, tmp_path / "other.nemo")
     assert refusal(tmp_path) == f"{tmp_path}: 2 archives; give one: llama.nemo, other.nemo"
+
+
+@pytest.mark.filterwarnings("ignore:.*compressed; a copy")
+def test_a_compressed_archive_is_the_model_of_the_plain_one(tmp_path: Path) -> None:
+    archive = nemo_archive(tmp_path / "llama", {"model_weights.ckpt": spelled(llama(), "megatron")})
+    (tmp_path / "packed").mkdir()
+    packed = tmp_path / "packed" / archive.name
+    packed.write_bytes(gzip.compress(archive.read_bytes()))
+    plain, found = open_source(archive), open_source(packed)
+    assert found.config == plain.config and found.specs == plain.specs and found.name == plain.name
+    assert all((found.read(name) == plain.read(name)).all() for name in plain.specs)
+    assert found.fingerprint == open_source(packed).fingerprint
 
 
 def test_an_archive_with_members_outside_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""How many tokens a tokenizer has, as a checkpoint that leaves it open is asked.
+"""Count the tokens of a tokenizer.
 
-NeMo's configurations may have no `vocab_size`: NeMo asks the tokenizer, and pads the embedding.
+A checkpoint that leaves its vocabulary open is asked so: NeMo's configurations may have no `vocab_size`, because NeMo
+asks the tokenizer, and pads the embedding.
 """
 
 from __future__ import annotations
