@@ -1,13 +1,14 @@
-"""Rebuild a live GPTModel of Megatron-Core in place, pruned."""
+"""Prune a live GPTModel of Megatron-Core; record the tokens that it runs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from bridge.sources.live_models.megatron import fill
+from bridge.core.errors import CalibrationError
+from bridge.sources.live_models.megatron import fill, why_split
 from bridge.sources.pruned.source import PrunedSource
 
 FIELDS = {  # of Megatron's configuration by dim
@@ -26,15 +27,8 @@ ARGUMENTS = (
 
 def why_not(model: Any) -> str:
     """Say why this GPTModel cannot be rebuilt; "" if it can."""
-    config = model.config
-    axes = ("tensor", "pipeline", "expert", "expert_tensor")
-    sizes = {f"{axis}_model_parallel_size": getattr(config, f"{axis}_model_parallel_size", 1) for axis in axes}
-    sizes["context_parallel_size"] = config.context_parallel_size
-    split = [f"{name} is {size}" for name, size in sizes.items() if size not in (None, 1)]
-    if config.sequence_parallel:
-        split.append("sequence_parallel is on")
-    if split:
-        return f"{', '.join(split)}: only a model that is whole on this rank is pruned in memory; prune its checkpoint"
+    if split := why_split(model):
+        return f"{split}: only a model that is whole on this rank is pruned in memory; prune its checkpoint"
     if model.mtp_process:
         return "it predicts several tokens (mtp_block_spec), which is not pruned"
     if any(hasattr(module, "_modelopt_state") for module in model.modules()):
@@ -43,6 +37,38 @@ def why_not(model: Any) -> str:
     if hooked:
         return f"it has forward hooks on {', '.join(hooked[:4])}, which a rebuilt model would lose; remove them first"
     return ""
+
+
+def recorded(model: Any, loop: Callable[[], Any]) -> Callable[[Any], None]:
+    """Return a forward loop for the transformers model of these weights, which runs what `loop` runs through `model`.
+
+    `loop` runs once, when it is first needed. A step of a generation from a cache is not kept: its prompt is.
+
+    Raises:
+        CalibrationError: from the loop: no tokens reached the model.
+    """
+    import torch
+
+    batches: list[Any] = []
+
+    def keep(_: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        ids, positions = (*args, None, None)[:2]
+        ids, positions = named.get("input_ids", ids), named.get("position_ids", positions)
+        begins = positions is None or not positions.numel() or int(positions.reshape(-1)[0]) == 0
+        if ids is not None and begins:
+            batches.append(ids.detach().cpu().clone())
+
+    def replay(twin: Any) -> None:
+        if not batches:
+            with torch.no_grad(), model.register_forward_pre_hook(keep, with_kwargs=True):
+                loop()
+        if not batches:
+            raise CalibrationError(f"forward_loop ran no tokens through {type(model).__name__}; calibration needs some")
+        device = next(twin.parameters()).device
+        for ids in batches:
+            twin(input_ids=ids.to(device))
+
+    return replay
 
 
 def rebuild(model: Any, smaller: PrunedSource) -> None:

@@ -1,8 +1,11 @@
-"""NeMo's `Quantizer` for `transformers` models, with NeMo 1's or 2's configs.
+"""NeMo's `Quantizer`, with NeMo 1's or 2's configs, for what `bridge.convert` takes.
 
 Only translates configs and calls; `bridge` quantizes. Intended differences from NeMo:
 
 - `quantize` leaves the caller's model as it is and returns a second one over the same memory; `export` takes that one.
+  Of a live GPTModel of Megatron-Core, also in NeMo's models, it is the transformers model of its weights, which takes
+  its memory again. `forward_loop` then runs the caller's model, and the tokens that reach it calibrate the second.
+- `quant_cfg` is ModelOpt's preset, without what the configs change; a changed one is refused, not ignored.
 - `sq_alpha` is read for NeMo 1 only. NeMo 2 does not read its field: it uses ModelOpt's 1, and 0.5 for Gemma.
 - The KV cache is quantized where attention reads it, as in NeMo 2; NeMo 1 quantizes the outputs of the projection.
 - Without `forward_loop`, NeMo's datasets (`cnn_dailymail`, `wikitext`) are replaced by the text that comes with bridge,
@@ -13,24 +16,28 @@ Only translates configs and calls; `bridge` quantizes. Intended differences from
 
 from __future__ import annotations
 
+import copy
 import sys
 import tarfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bridge.api.plans import plan
+from bridge.api.plans import plan, scheme_of
 from bridge.api.verbs import convert, fake_quantize
-from bridge.compat.nemo_configs import DTYPES, SCHEMES, ExportConfig, QuantizationConfig, QuantizerError, read
+from bridge.compat.live_megatron import recorded
+from bridge.compat.nemo_configs import DTYPES, SCHEMES, ExportConfig, QuantizationConfig, QuantizerError, presets, read
 from bridge.core.errors import BridgeError, SourceError, WriteError, drop_notes
+from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
-from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.make import save
 from bridge.reporting.report import Report
+from bridge.sources.live_models.megatron import gpt_model
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.tables.architectures.match import architecture_of
@@ -41,6 +48,7 @@ __all__ = ["ExportConfig", "QuantizationConfig", "Quantizer", "QuantizerError"]
 NEMO_DATASETS = (None, "cnn_dailymail", "wikitext")  # NeMo's own, on the hub
 # Lower bound for the amax of inputs of NeMo's GPT: NeMo found that squared ReLU is calibrated too low.
 MIN_AMAX = {"fp8": 0.01 * 448, "int8_sq": 0.01 * 127}
+BLOCK = 128  # NeMo 2's awq_block_size, and that of the presets
 COARSE_AWQ = ("gemma", "mpt")  # their W4A8 overflows in TensorRT-LLM if AWQ searches in fine steps (NeMo 2)
 
 
@@ -76,6 +84,11 @@ class Quantizer:
         self._target: str = (self._export or {}).get("export_format", "trtllm")
         self._quantized: _Quantized | None = None
 
+    @cached_property
+    def quant_cfg(self) -> Any:
+        """A copy of ModelOpt's preset of the algorithm, None for a null one."""
+        return None if self._algorithm is None else copy.deepcopy(presets()[self._algorithm])
+
     @staticmethod
     def modify_model_config(model_cfg: Any) -> Any:
         """Change NeMo 1's model config as its quantization needs it, and return it."""
@@ -102,12 +115,19 @@ class Quantizer:
             if self._is_nemo_2:
                 return model
             raise QuantizerError("algorithm is null: there is nothing to quantize; export(model) writes it as it is")
+        if "quant_cfg" in vars(self) and self.quant_cfg != presets()[self._algorithm]:
+            raise QuantizerError(
+                "quant_cfg was changed, which is not followed; set what the configs have, or write a recipe (TOML) and "
+                "call bridge.convert(model, target, quant='recipe.toml', calib=forward_loop)"
+            )
         source = _open(model)
         decoder = self._decoder_type(source)
-        scheme = self._scheme(decoder)
+        scheme = self._scheme(decoder, source)
         self._check_export(source, scheme)
         samples = sequence = None
         data: Any = forward_loop
+        if forward_loop is not None and (gpt := gpt_model(model)) is not None:
+            data = recorded(gpt, lambda: forward_loop(model))
         if forward_loop is None and self._quantization.get("calibration_dataset") not in NEMO_DATASETS:
             data = self._quantization["calibration_dataset"]
             samples = self._quantization.get("calibration_dataset_size")
@@ -147,14 +167,16 @@ class Quantizer:
             raise QuantizerError(f"decoder_type is {given!r}, but {architecture} is of type {known!r}; leave it out")
         return known or given
 
-    def _scheme(self, decoder: str | None) -> Scheme:
-        """bridge's scheme for the algorithm, changed by the config."""
+    def _scheme(self, decoder: str | None, source: Source) -> Scheme:
+        """bridge's scheme for the algorithm, as `convert` takes its name, changed by the config."""
         assert self._algorithm is not None
         config, name = self._quantization, self._algorithm
-        scheme = load_scheme(SCHEMES[name], kv=self._kv(decoder))
-        if "awq" in name and config.get("awq_block_size"):
+        scheme = scheme_of(SCHEMES[name], self._kv(decoder), structure_of(source), source)
+        assert scheme is not None
+        # NeMo 2's default is no wish for a size that cannot be
+        if "awq" in name and config.get("awq_block_size") and not (config["awq_block_size"] == BLOCK and scheme.note):
             block = replace(scheme.weight[0], block=(config["awq_block_size"],))
-            scheme = replace(scheme, weight=(block, *scheme.weight[1:]))
+            scheme = replace(scheme, weight=(block, *scheme.weight[1:]), note="")
         if name == "int8":  # ModelOpt's INT8_DEFAULT_CFG does not smooth; bridge's int8 does
             summary = scheme.summary.replace(", smoothed", ", not smoothed")
             scheme = replace(scheme, name="int8_max", summary=summary, algorithm="max", options=())
@@ -216,6 +238,12 @@ class Quantizer:
         return report
 
 
+def __getattr__(name: str) -> Any:
+    if name == "QUANT_CFG_CHOICES":
+        return presets()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def _check_free(out: Path) -> None:
     if out.exists() or out.is_symlink():
         raise WriteError(f"{out} exists already; remove it, or set another path (save_path) in export_config")
@@ -225,10 +253,12 @@ def _open(model: Any) -> Source:
     """`model` as a source, with the tokenizer of the place that it was loaded from, if there is one."""
     from bridge.sources.memory import MemorySource
 
-    if any(base.__module__.partition(".")[0] in ("nemo", "megatron") for base in type(model).__mro__):
+    theirs = any(base.__module__.partition(".")[0] in ("nemo", "megatron") for base in type(model).__mro__)
+    if theirs and gpt_model(model) is None:
         raise SourceError(
-            f"{type(model).__name__}: modules of NeMo and Megatron are not read yet; give the transformers model "
-            "(`.model` of an HFAutoModelForCausalLM), or the directory of a Hugging Face checkpoint"
+            f"{type(model).__name__}: of the modules of NeMo and Megatron, only those that hold one GPTModel of "
+            "Megatron-Core are read; give that, the transformers model (`.model` of an HFAutoModelForCausalLM), or a "
+            "checkpoint"
         )
     source = open_source(model)
     if not isinstance(source, MemorySource):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,16 @@ SCHEMES = {
     "nvfp4": "nvfp4",
     "block_fp8": "fp8_block",
 }
+PRESETS = {  # algorithm -> ModelOpt's preset
+    "int8": "INT8_DEFAULT_CFG",
+    "int8_sq": "INT8_SMOOTHQUANT_CFG",
+    "fp8": "FP8_DEFAULT_CFG",
+    "int4_awq": "INT4_AWQ_CFG",
+    "w4a8_awq": "W4A8_AWQ_BETA_CFG",
+    "int4": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
+    "nvfp4": "NVFP4_DEFAULT_CFG",
+    "block_fp8": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
+}
 DTYPES = {16: "fp16", "16": "fp16", "bf16": "bf16"}
 FORMATS = ("trtllm", "hf")
 KV_FORMATS = ("fp8", "nvfp4")
@@ -33,6 +44,21 @@ NEMO_1 = {  # NeMo 1's key -> NeMo 2's
 }
 COUNTS = ("calibration_dataset_size", "calibration_seq_len", "calibration_batch_size")
 RANKS = ("inference_tp", "inference_pp")
+
+
+@cache
+def presets() -> dict[str, Any]:
+    """NeMo's `QUANT_CFG_CHOICES`: algorithm -> ModelOpt's own preset, without those that ModelOpt does not have."""
+    from bridge.calibration.modelopt import modelopt
+
+    mtq = modelopt()
+    return {name: getattr(mtq, preset) for name, preset in PRESETS.items() if hasattr(mtq, preset)}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "QUANT_CFG_CHOICES":  # importing ModelOpt takes seconds
+        return presets()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class QuantizerError(UsageError, AssertionError):
@@ -152,7 +178,10 @@ def _wrong_export(config: Mapping[str, Any]) -> list[str]:
     if type(dtype) not in (int, str) or dtype not in DTYPES:
         problems.append(f"dtype {dtype!r} is unknown; known: 16, '16', 'bf16'")
     if form == "nemo":
-        problems.append("export_format 'nemo': NeMo checkpoints are not written yet; use 'hf' or 'trtllm'")
+        problems.append(
+            "export_format 'nemo' is NeMo's checkpoint with ModelOpt's state, which is not written; 'hf' and 'trtllm' "
+            "write the quantized model, and bridge.convert(model, 'megatron', out=...) plain weights for Megatron-Core"
+        )
     elif form not in FORMATS:
         problems.append(f"export_format {form!r} is unknown; {nearest(str(form), FORMATS)}")
     split = [key for key in RANKS if type(config.get(key, 1)) is int and config.get(key, 1) > 1]

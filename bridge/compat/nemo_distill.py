@@ -56,7 +56,8 @@ def load_distillation_config(config_path: str | Path | None, student_cfg: Any, t
         student_cfg, teacher_cfg: Megatron-Core's TransformerConfig of both models.
 
     Raises:
-        UsageError: the file is no mapping of known fields.
+        UsageError: the file is no mapping of known fields; also an OSError (FileNotFoundError), a TypeError or a
+            YAMLError, which NeMo raises.
         ValueError: a layer is not on the last pipeline stage.
     """
     from megatron.core import parallel_state
@@ -182,8 +183,10 @@ def _read(path: Path) -> DistillationConfig:
         if not isinstance(told, dict):
             raise TypeError(f"it holds {type(told).__name__}, no fields")
         return DistillationConfig(**told)
-    except (OSError, TypeError, yaml.YAMLError) as error:
-        raise UsageError(f"{path}: no distillation config can be read from it: {error}") from error
+    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        kind = next((base for base in (yaml.YAMLError, TypeError, ValueError) if isinstance(error, base)), type(error))
+        both: Any = type("DistillationConfigError", (UsageError, kind), {})  # NeMo's users catch the latter
+        raise both(f"{path}: no distillation config can be read from it: {error}") from error
 
 
 def _on_this_stage(name: str, config: Any) -> str:

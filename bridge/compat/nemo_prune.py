@@ -16,12 +16,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from bridge.compat.live_megatron import rebuild, why_not
 from bridge.core.errors import PlanError, UsageError, warn
-from bridge.sources.live_models.megatron import gpt_model, open_live
+from bridge.sources.live_models.megatron import gpt_model
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.tables.architectures.structure import match_table
@@ -42,6 +43,10 @@ MAMBA = ("target_mamba_num_heads", "target_mamba_head_dim")
 
 class PruningValueError(UsageError, ValueError):
     """A wrong pruning config, where NeMo raises ValueError."""
+
+
+class PruningTypeError(UsageError, TypeError):
+    """A value of a pruning config that is no number of channels or no list of layers."""
 
 
 class PruningAssertionError(UsageError, AssertionError):
@@ -66,6 +71,14 @@ class PruningConfig:
     drop_layers: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name == "drop_layers":
+                fits = isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(map(_is_whole, value))
+            else:
+                fits = _is_whole(value)
+            if value is not None and not fits:
+                what = "the numbers of layers, as [1, 2]" if name == "drop_layers" else "a whole number"
+                raise PruningTypeError(f"{name} is {value!r}; expected {what}")
         sizes = [field.name for field in fields(self) if field.name != "drop_layers" and getattr(self, field.name)]
         if self.drop_layers and sizes:
             raise PruningValueError(f"drop_layers cannot be used with other pruning parameters ({', '.join(sizes)})")
@@ -86,6 +99,7 @@ class PruningConfig:
 
     def check(self) -> None:
         """Refuse what NeMo or ModelOpt refuse, and what they ignore."""
+        self.__post_init__()  # fields may have been set since
         if mamba := [name for name in MAMBA if getattr(self, name) is not None]:
             raise PruningValueError(f"{', '.join(mamba)}: bridge prunes no state-space layers; leave it out")
         keep, dropped = self.keep, self.dropped
@@ -101,6 +115,10 @@ class PruningConfig:
                 f"target_num_attention_heads {keep['heads']} must be divisible by target_num_query_groups "
                 f"{keep['kv_heads']}"
             )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def prune_language_model(
@@ -127,7 +145,7 @@ def prune_language_model(
     gpt = gpt_model(model)
     if gpt is not None and (problem := why_not(gpt)):
         raise PruningSizeError(f"{type(gpt).__name__} in memory cannot be pruned: {problem}")
-    source = open_source(model) if gpt is None else open_live(gpt)
+    source = open_source(model)
     limit = getattr(trainer, "limit_val_batches", None)
     with _as_assertion():
         smaller = pruned(

@@ -10,11 +10,12 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from bridge.core.errors import CalibrationError, PlanError, SourceError, UsageError
+from bridge.compat.forward_batches import check_sizes, check_text, dataset, is_device, positions_of
+from bridge.core.errors import PlanError, SourceError, UsageError
 from bridge.core.output.temporary import temporary_directory
 from bridge.core.text import fold_layers, nearest
 from bridge.quant.schemes.load import load_scheme
@@ -36,6 +37,12 @@ ADVICE = {  # text of the target tripy and its loader -> the same for a caller o
     " (--tokenizer)": "",
     "give tokenizer=": "save the model with its tokenizer, and give the directory as model_type",
 }
+F = TypeVar("F", bound=Callable[..., Any])
+# Tripy's order of the arguments of `create_forward_loop` from the fourth on.
+FROM_FOURTH = (
+    "device", "batch_size", "num_samples", "max_sample_length", "include_labels", "dataloader",
+    "allowed_non_tensor_keys",
+)  # fmt: skip
 
 
 class UnknownMode(UsageError, NotImplementedError):
@@ -72,6 +79,19 @@ def modelopt_quantize(model_hf: Any, quant_mode: str, *, dataset_name: Any = Non
     return fake_quantize(source, scheme, loop).model
 
 
+def _in_either_order(function: F) -> F:
+    """Take Tripy's order, whose fourth positional argument is a device, beside ModelOpt's."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if 3 < len(args) <= 3 + len(FROM_FOURTH) and is_device(args[3]):
+            return function(*args[:3], **dict(zip(FROM_FOURTH, args[3:], strict=False)), **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(F, call)
+
+
+@_in_either_order
 def create_forward_loop(
     model: Any = None,
     dataset_name: str | Path | None = "cnn_dailymail",
@@ -88,7 +108,8 @@ def create_forward_loop(
 
     Rows are padded to the longest row, on the tokenizer's padding side (left is best for decoders). The model runs
     without gradients or KV cache. A batch that does not fit CUDA memory is halved. No row is longer than `model` has
-    positions.
+    positions. A device as the fourth positional argument begins Tripy's order: device, batch_size, num_samples,
+    max_sample_length.
 
     Args:
         model: needed for batch_size=0, which tries how many rows fit CUDA memory. Without it, the model that is run
@@ -105,16 +126,16 @@ def create_forward_loop(
 
     tools, longest = part("torch.utils.dataset_utils"), 0  # the user's batches may be readable only once: not checked
     if dataloader is None:
-        _check_text(dataset_name, tokenizer)
-        _check_sizes(model, batch_size, num_samples, max_sample_length)
-        length = min(max_sample_length, _positions(model) or max_sample_length)
+        check_text(dataset_name, tokenizer)
+        check_sizes(model, batch_size, num_samples, max_sample_length)
+        length = min(max_sample_length, positions_of(model) or max_sample_length)
         size = batch_size or tools.get_max_batch_size(model, length)
-        dataloader = _dataset(tools, dataset_name, tokenizer, size, num_samples, length, device, include_labels)
+        dataloader = dataset(tools, dataset_name, tokenizer, size, num_samples, length, device, include_labels)
         longest = max(batch["input_ids"].shape[1] for batch in dataloader)
     run = tools.create_forward_loop(dataloader=dataloader, allowed_non_tensor_keys=allowed_non_tensor_keys)
 
     def loop(model: Any) -> None:
-        if longest > (limit := _positions(model) or longest):
+        if longest > (limit := positions_of(model) or longest):
             raise UsageError(
                 f"rows have {longest} tokens, but {type(model).__name__} has {limit} positions; give "
                 f"create_forward_loop max_sample_length={limit}, or model="
@@ -299,86 +320,6 @@ def _quantized(module: Any) -> dict[str, Any]:
     if not isinstance(module, nvtripy().Module):
         raise UsageError(f"model is a {type(module).__name__}; give the nvtripy.Module to fill")
     return {name: part for name, part in parts_of(module) if getattr(part, "quant_dtype", None) is not None}
-
-
-def _check_text(dataset_name: Any, tokenizer: Any) -> None:
-    if not isinstance(dataset_name, str | Path | None):
-        raise UsageError(f"dataset_name={dataset_name!r}; expected one name, a file or None")
-    if tokenizer is None:
-        raise UsageError("create_forward_loop needs a tokenizer, or a dataloader instead of text")
-    if not hasattr(tokenizer, "pad_token"):
-        raise UsageError(f"tokenizer={tokenizer!r}; give one in memory: AutoTokenizer.from_pretrained(...)")
-    if tokenizer.pad_token is None:
-        raise UsageError("the tokenizer has no padding token; set one: tokenizer.pad_token = tokenizer.eos_token")
-
-
-def _check_sizes(model: Any, batch_size: Any, num_samples: int, max_sample_length: int) -> None:
-    if isinstance(batch_size, str) or type(batch_size).__name__ == "device":
-        raise UsageError(
-            f"batch_size={batch_size!r} is a device, which is the 7th argument, as in ModelOpt; pass the arguments "
-            "after tokenizer by name: device=..., batch_size=..., num_samples=..."
-        )
-    sizes = {
-        "batch_size": (batch_size, 0),
-        "num_samples": (num_samples, 1),
-        "max_sample_length": (max_sample_length, 1),
-    }
-    if wrong := [f"{name}={value!r}" for name, (value, low) in sizes.items() if type(value) is not int or value < low]:
-        raise UsageError(f"{', '.join(wrong)}; expected positive whole numbers (batch_size=0 asks CUDA)")
-    import torch
-
-    if not batch_size and (model is None or not torch.cuda.is_available()):
-        raise UsageError("batch_size=0 tries how many rows fit CUDA memory; give model=, on a machine with CUDA")
-
-
-def _positions(model: Any) -> int | None:
-    """The number of positions of a `transformers` model; None if its config does not say."""
-    from bridge.sources.configs.positions import positions
-
-    config: Any = getattr(model, "config", None)
-    return positions(config.to_dict()) if hasattr(config, "to_dict") else None
-
-
-def _dataset(
-    tools: Any, name: Any, tokenizer: Any, size: int, count: int, longest: int, device: Any, labels: bool
-) -> Any:
-    """Batches of a dataset that ModelOpt knows, else of a text."""
-    if name not in tools.get_supported_datasets():
-        return _batches(_texts(name, tokenizer, count), tokenizer, size, longest, device, labels)
-    try:  # already tokenized in any case
-        return list(tools.get_dataset_dataloader(name, tokenizer, size, count, longest, device, labels))
-    except Exception as cause:  # hub, cache and parsing errors have no common base
-        lines = str(cause).strip().splitlines() or [type(cause).__name__]
-        raise CalibrationError(
-            f"dataset {name} cannot be loaded here: {lines[0][:300]}; without network give dataset_name= a text or "
-            "JSONL file, or None for the text that comes with bridge"
-        ) from cause
-
-
-def _texts(dataset_name: str | Path | None, tokenizer: Any, count: int) -> list[str]:
-    """At most `count` texts: the documents, or pieces of the only document."""
-    from bridge.calibration.data.documents import documents
-
-    texts = documents(dataset_name, lambda: tokenizer, count)
-    if len(texts) == 1:
-        cuts = [at * len(texts[0]) // count for at in range(count + 1)]
-        texts = [texts[0][begin:end] for begin, end in pairwise(cuts)]
-    texts = [text for text in texts if text.strip()]
-    if not texts:
-        raise CalibrationError(f"{dataset_name}: the calibration text is empty")
-    return texts[:count]
-
-
-def _batches(
-    texts: list[str], tokenizer: Any, batch_size: int, longest: int, device: Any, labels: bool
-) -> list[dict[str, Any]]:
-    tokenizer = copy.deepcopy(tokenizer)  # encoding changes a tokenizer's padding and truncation settings
-    encoded = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=longest)
-    rows = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-    if labels:
-        rows["labels"] = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
-    parts = {name: tensor.to(device).split(batch_size) for name, tensor in rows.items()}
-    return [dict(zip(parts, batch, strict=True)) for batch in zip(*parts.values(), strict=True)]
 
 
 def _children(module: Any) -> list[str]:

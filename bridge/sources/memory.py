@@ -28,6 +28,7 @@ from bridge.sources.source import SourceBase
 from bridge.sources.unsupported import quantized
 
 if TYPE_CHECKING:  # it imports torch, which opening a directory must not
+    from bridge.sources.checkpoint import HfSource
     from bridge.sources.live_models.checkpoint_names import Origin
 
 WRITTEN_BY = (
@@ -130,8 +131,13 @@ def recognizes(model: object) -> bool:
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
-def open_model(model: Any, config: Any = None, tokenizer: Any = None) -> MemorySource:
-    """Open a model; SourceError if it is another kind of module, quantized, or has adapters."""
+def open_model(model: Any, config: Any = None, tokenizer: Any = None) -> MemorySource | HfSource:
+    """Open a model, also a GPTModel of Megatron-Core; SourceError for another module, quantized ones, and adapters."""
+    if "megatron.core" in sys.modules:
+        from bridge.sources.live_models.megatron import gpt_model, open_live
+
+        if (gpt := gpt_model(model)) is not None:
+            return open_live(gpt, config, tokenizer)
     from bridge.sources.live_models.checkpoint_names import live_names
 
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper

@@ -24,13 +24,15 @@ class Given:
 class Call:
     """One call of a module whose backward is tracked. Only hooks of its tensors hold it, so that it goes with them.
 
-    `given`: its positional inputs that need gradients. `inputs`: the number of all that do.
+    `given`: its positional inputs that need gradients. `inputs`: the number of all that do. `around`: the call of the
+    module around it.
     """
 
-    __slots__ = ("__weakref__", "given", "handles", "inputs", "name", "ref")
+    __slots__ = ("__weakref__", "_around", "given", "handles", "inputs", "name", "ref")
 
-    def __init__(self, module: Module, name: str) -> None:
+    def __init__(self, module: Module, name: str, around: Call | None = None) -> None:
         self.ref, self.name = weakref.ref(module), name
+        self._around = weakref.ref(around) if around else None
         self.inputs = 0
         self.given: list[Given] = []
         self.handles: list[RemovableHandle] = []
@@ -39,6 +41,11 @@ class Call:
     def module(self) -> Module | None:
         """The module, None if it was freed."""
         return self.ref()
+
+    @property
+    def around(self) -> Call | None:
+        """The call of the module around it, None if there is none or its graph was freed."""
+        return self._around() if self._around else None
 
     def forget(self) -> None:
         """Take its hooks from the tensors."""

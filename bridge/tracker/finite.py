@@ -108,6 +108,13 @@ class NanFinder(ModTracker):
         if run.notes.get(call) == FINITE:
             self._blame(call.name, max((worst([one]) for one in tensors_in(args)), default=FINITE))
 
+    def _end_run(self, run: Run) -> None:
+        """Blame the module around one whose output got a gradient that no other module made."""
+        super()._end_run(run)
+        for call, given in run.notes.items():
+            if given != FINITE and call.around and run.notes.get(call.around) == FINITE:
+                self._blame(call.around.name, given)
+
     def _parameter_gradient(self, module: Module, key: str, gradient: torch.Tensor) -> None:
         run = self._runs.get(task())
         notes = dict(run.notes) if run else {}

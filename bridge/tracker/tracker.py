@@ -180,7 +180,7 @@ class ModTracker:
         if not frames:
             self._run_eagerly()
         name = self._names.of(module, frames[-1].module if frames else None)
-        call = Call(module, name) if torch.is_grad_enabled() else None
+        call = Call(module, name, frames[-1].call if frames else None) if torch.is_grad_enabled() else None
         frame = Frame(module, name, call, task())
         frames.append(frame)
         with self._lock:

@@ -117,9 +117,17 @@ def _inspect() -> None:
 
 
 def _nemo(**config: object) -> None:
-    from bridge.compat.nemo_prune import PruningConfig, prune_language_model
+    from bridge.compat import PruningConfig, prune_language_model
 
     prune_language_model(SOURCE, PruningConfig(**config))
+
+
+def _cast() -> None:
+    import numpy as np
+
+    from bridge.compat import per_block_cast_to_fp8
+
+    per_block_cast_to_fp8(np.ones((2, 128)))
 
 
 EXAMPLES: dict[str, Example] = {
@@ -134,9 +142,20 @@ EXAMPLES: dict[str, Example] = {
         "Correct the two configs. It is an `AssertionError` too, as in NeMo.",
     ),
     "PruningValueError": Example(
-        "PruningConfig(drop_layers=[4], target_num_layers=4)   # of bridge.compat.nemo_prune",
+        "PruningConfig(drop_layers=[4], target_num_layers=4)   # of bridge.compat",
         lambda: _nemo(drop_layers=[4], target_num_layers=4),
         "Name the layers, or their number. It is a `ValueError` too, as in NeMo.",
+    ),
+    "PruningTypeError": Example(
+        'PruningConfig(drop_layers="12")',
+        lambda: _nemo(drop_layers="12"),
+        "Give whole numbers. It is a `TypeError` too.",
+    ),
+    "DtypeError": Example(
+        "per_block_cast_to_fp8(numpy.ones((2, 128)))   # of bridge.compat, an array of float64",
+        _cast,
+        "Give bfloat16 (as uint16 in NumPy), float16 or float32, and leave `dtype` out or name the same. It is a "
+        "`TypeError` too.",
     ),
     "PruningAssertionError": Example(
         'prune_language_model("tiny-llama", PruningConfig(target_num_attention_heads=4))',

@@ -1,20 +1,23 @@
-"""A live GPTModel of every family becomes the pruned model of the same checkpoint, in place."""
+"""A live GPTModel of every family is converted, quantized and, in place, pruned as its checkpoint is."""
 
 from __future__ import annotations
 
 import functools
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("megatron.core")
 
 import bridge
+from bridge.quant.schemes.load import load_scheme
 from bridge.sources.opening import open_source
-from tests.models.megatron_families import EVERY, VOCAB
+from tests.models.megatron_families import EVERY, PADDED, VOCAB
 from tests.oracles import megatron_oracle, megatron_process, nemo_process
 
 random = np.random.default_rng(3)
@@ -78,3 +81,39 @@ def test_a_live_model_that_cannot_be_rebuilt_stays_as_it_is(child: Any) -> None:
     assert "forward hooks on embedding" in messages["hook"]
     assert "tensor_model_parallel_size is 2" in messages["split"]
     assert "range 1 to 3, got [99]" in messages["layers"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_live_model_converts_to_what_answers_as_it_does(name: str, child: Any, tmp_path: Path) -> None:
+    ids, logits = child.submit(nemo_process.converted, name, str(tmp_path / "out")).result()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        np.testing.assert_allclose(model(torch.from_numpy(ids)).logits, logits, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_nemos_quantizer_writes_of_a_live_model_what_its_checkpoint_gives(
+    child: Any, directory: Any, tmp_path: Path
+) -> None:
+    """The tokens that its `forward_loop` runs calibrate, those of a step from a cache excepted."""
+    did = child.submit(nemo_process.quantized, "llama", str(tmp_path / "live")).result()
+    assert (did["ran"], did["same"], did["passed"]) == (3, True, True)
+    source, scheme = open_source(directory("llama"), {"vocab_size": PADDED}), load_scheme("fp8")
+
+    def loop(model: Any) -> None:
+        for row in torch.from_numpy(did["ids"]):
+            model(input_ids=row[None])
+
+    calibration = bridge.calibrate(source, scheme, loop)
+    bridge.convert(source, "hf", scheme, tmp_path / "stored", calib=calibration, dtype="bf16", progress=False)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "live" / file).read_bytes() == (tmp_path / "stored" / file).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_live_model_that_is_split_is_refused_by_every_verb(child: Any) -> None:
+    told = child.submit(nemo_process.split, "llama").result()
+    assert told.startswith(
+        "SourceError: GPTModel in memory: tensor_model_parallel_size is 2: only a model that is whole"
+    )

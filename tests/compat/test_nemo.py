@@ -32,7 +32,7 @@ from transformers import (  # noqa: E402
 import bridge  # noqa: E402
 from bridge.compat import nemo  # noqa: E402
 from bridge.compat.nemo import ExportConfig, QuantizationConfig, Quantizer  # noqa: E402
-from bridge.core.errors import PlanError, SourceError, WriteError  # noqa: E402
+from bridge.core.errors import BridgeError, PlanError, SourceError, WriteError  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from tests.models.export_families import tokens  # noqa: E402
@@ -132,6 +132,25 @@ def test_what_is_exported_equals_a_conversion_with_the_same_calibration(form: st
     bridge.convert(model, form, scheme, tmp_path / "plain", calib=calibration, dtype="bf16")
     assert contents(tmp_path / "door") == contents(tmp_path / "plain")
     assert report.passed and report.out == str(tmp_path / "door")
+
+
+@pytest.mark.parametrize(("algorithm", "scheme"), [("int4", "int4_wo"), ("int4_awq", "int4_awq")])
+def test_int4_takes_the_blocks_that_a_conversion_by_name_takes(algorithm: str, scheme: str, tmp_path: Path) -> None:
+    """128 does not divide 320. A size that is not the default is followed, and refused if it does not fit."""
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**DECODER | sizes | {"head_dim": 32})).eval()
+    configs = two(algorithm, tmp_path / "door", export_format="hf", enable_kv_cache=False)
+    quantizer = Quantizer(*configs)
+    quantizer.export(quantizer.quantize(model, loop))
+    calibration = None if algorithm == "int4" else bridge.calibrate(model, scheme, loop)
+    bridge.convert(model, "hf", scheme, tmp_path / "plain", calib=calibration, dtype="bf16")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "door" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+    if algorithm == "int4_awq":
+        configs[0].awq_block_size, configs[1].path = 96, tmp_path / "other"
+        with pytest.raises(BridgeError, match="does not divide into blocks of 96"):
+            Quantizer(*configs).quantize(model, loop)
 
 
 @pytest.mark.slow
@@ -381,7 +400,9 @@ def test_int8_does_not_smooth_as_modelopts_preset_does_not() -> None:
 
 def test_modules_of_nemo_are_refused_in_words() -> None:
     kind = type("GPTModel", (torch.nn.Module,), {"__module__": "nemo.collections.llm.gpt.model.base"})
-    with pytest.raises(SourceError, match="GPTModel: modules of NeMo and Megatron are not read yet"):
+    with pytest.raises(
+        SourceError, match="GPTModel: of the modules of NeMo and Megatron, only those that hold one GPTModel"
+    ):
         Quantizer({"algorithm": "fp8"}, None).quantize(kind(), loop)
     with pytest.raises(SourceError, match="Linear in memory: not a transformers model"):
         Quantizer({"algorithm": "fp8"}, None).quantize(torch.nn.Linear(2, 3), loop)

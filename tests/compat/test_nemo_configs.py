@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bridge.compat import QUANT_CFG_CHOICES, nemo, nemo_configs
 from bridge.compat.nemo import ExportConfig, QuantizationConfig, Quantizer
 from bridge.core.errors import UsageError
 
@@ -15,7 +16,11 @@ WRONG = [
     ({"algorithm": "fp9"}, {}, r"algorithm 'fp9' is unknown; known: block_fp8, fp8, .*; nearest: fp8; or null"),
     ({}, {"dtype": "32"}, r"dtype '32' is unknown; known: 16, '16', 'bf16'"),
     ({}, {"dtype": 32}, "dtype 32 is unknown"),
-    ({}, {"export_format": "nemo"}, "NeMo checkpoints are not written yet"),
+    (
+        {},
+        {"export_format": "nemo"},
+        "is NeMo's checkpoint with ModelOpt's state, which is not written; 'hf' and 'trtllm' write",
+    ),
     ({}, {"export_format": "onnx"}, "export_format 'onnx' is unknown"),
     (
         {},
@@ -80,6 +85,28 @@ def test_what_is_no_config_is_told_for_both(configs: tuple[Any, Any], said: tupl
     with pytest.raises(AssertionError) as caught:
         Quantizer(*configs)
     assert all(words in str(caught.value) for words in said)
+
+
+def test_the_choices_are_modelopts_own_presets_by_nemos_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The assertions of NeMo's own tests of its constructor."""
+    mtq = pytest.importorskip("modelopt.torch.quantization")
+    assert QUANT_CFG_CHOICES is nemo.QUANT_CFG_CHOICES and QUANT_CFG_CHOICES.keys() == nemo_configs.SCHEMES.keys()
+    assert QUANT_CFG_CHOICES["int8"] is mtq.INT8_DEFAULT_CFG
+    assert (
+        Quantizer(ONE[0] | {"algorithm": "int8", "enable_kv_cache": True}, None).quant_cfg == QUANT_CFG_CHOICES["int8"]
+    )
+    assert Quantizer(ONE[0] | {"algorithm": None}, None).quant_cfg is None
+    with pytest.raises(AttributeError, match="no attribute 'CHOICES'"):
+        _ = nemo.CHOICES
+
+
+def test_a_changed_quant_cfg_is_refused_and_not_ignored() -> None:
+    pytest.importorskip("modelopt.torch.quantization")
+    quantizer = Quantizer({"algorithm": "fp8"}, None)
+    quantizer.quant_cfg["algorithm"] = "awq_lite"
+    with pytest.raises(AssertionError, match="quant_cfg was changed, which is not followed"):
+        quantizer.quantize(None)
+    assert QUANT_CFG_CHOICES["fp8"]["algorithm"] != "awq_lite"
 
 
 def test_the_defaults_are_nemo_2s() -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.needs import needs
 
@@ -117,12 +118,18 @@ def test_a_config_is_checked(tmp_path: Path) -> None:
         DistillationConfig(intermediate_layer_pairs=[("decoder.layers.0",)])  # type: ignore[list-item]
     with pytest.raises(AssertionError, match="above 0"):
         DistillationConfig(kd_loss_scale=0)
-    for text, said in (("- 3", "holds list"), ("kd_loss_scal: 2", "kd_loss_scal"), ("{", "no distillation config")):
-        (tmp_path / "kd.yaml").write_text(text)
-        with pytest.raises(UsageError, match=said):
+    for content, kind, said in (
+        (b"- 3", TypeError, "holds list"),
+        (b"kd_loss_scal: 2", TypeError, "kd_loss_scal"),
+        (b"kd_loss_scale: [2]", TypeError, "'>' not supported"),
+        (b"{", yaml.YAMLError, "no distillation config"),
+        (b"kd_loss_scale: \xff", ValueError, "no distillation config"),
+        (None, FileNotFoundError, "no distillation config can be read"),
+    ):
+        (tmp_path / "kd.yaml").write_bytes(content) if content else (tmp_path / "kd.yaml").unlink()
+        with pytest.raises(kind, match=said) as caught:
             load_distillation_config(tmp_path / "kd.yaml", None, None)
-    with pytest.raises(UsageError, match="no distillation config can be read"):
-        load_distillation_config(tmp_path / "none.yaml", None, None)
+        assert isinstance(caught.value, UsageError) and str(caught.value).startswith(str(tmp_path / "kd.yaml"))
 
 
 class Teacher(torch.nn.Linear):

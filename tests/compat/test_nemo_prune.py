@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 import bridge  # noqa: E402
 from bridge.compat.nemo_prune import PruningConfig, prune, prune_language_model  # noqa: E402
-from bridge.core.errors import BridgeError  # noqa: E402
+from bridge.core.errors import BridgeError, UsageError  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from tests.models.decoder_families import build  # noqa: E402
 
@@ -59,6 +59,28 @@ CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target_mamba_num_heads": 4}, ValueError, "prunes no state-space layers"),
     ({"target_ffn_hidden_size": 4000}, AssertionError, "ffn"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"drop_layers": "12"}, r"drop_layers is '12'; expected the numbers of layers, as \[1, 2\]"),
+        ({"drop_layers": 3}, "drop_layers is 3; expected the numbers"),
+        ({"drop_layers": ["1"]}, r"drop_layers is \['1'\]"),
+        ({"drop_layers": [1.0]}, r"drop_layers is \[1.0\]"),
+        ({"drop_layers": {2}}, r"drop_layers is \{2\}"),
+        ({"target_hidden_size": "50%"}, "target_hidden_size is '50%'; expected a whole number"),
+        ({"target_num_layers": True}, "target_num_layers is True"),
+    ],
+)
+def test_a_value_of_another_kind_is_a_type_error_and_a_usage_error(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said) as caught:
+        PruningConfig(**given)
+    assert isinstance(caught.value, UsageError)
+    changed = PruningConfig()
+    vars(changed).update(given)
+    with pytest.raises(TypeError, match=said):
+        changed.check()
 
 
 @pytest.mark.parametrize(("given", "kind", "said"), CASES, ids=[str(given) for given, _, _ in CASES])

@@ -213,6 +213,18 @@ def test_a_loop_takes_the_users_batches_in_place_of_text() -> None:
     assert seen == given
 
 
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_a_device_as_fourth_argument_begins_tripys_order(device: Any, tokenizer: Any, articles: None) -> None:
+    """The loop is ModelOpt's of the same arguments by name; batch_size and so on may follow by name."""
+    sizes = {"batch_size": 2, "num_samples": 5, "max_sample_length": 9}
+    theirs = batches(dataset_utils.create_forward_loop(None, "cnn_dailymail", tokenizer, device=device, **sizes))
+    assert same(batches(create_forward_loop(None, "cnn_dailymail", tokenizer, device, 2, 5, 9)), theirs)
+    assert same(batches(create_forward_loop(None, "cnn_dailymail", tokenizer, device, 2, num_samples=5,
+                                            max_sample_length=9)), theirs)  # fmt: skip
+    with pytest.raises(TypeError, match=r"multiple values for (keyword )?argument 'batch_size'"):
+        create_forward_loop(None, None, tokenizer, device, 2, batch_size=2)  # type: ignore[misc]
+
+
 def test_the_callers_tokenizer_keeps_its_padding(tokenizer: Any) -> None:
     before = tokenizer.backend_tokenizer.to_str()
     create_forward_loop(None, None, tokenizer, 2, 6)
@@ -226,11 +238,8 @@ def test_the_callers_tokenizer_keeps_its_padding(tokenizer: Any) -> None:
         ({"tokenizer": None}, "needs a tokenizer, or a dataloader"),
         ({"num_samples": 0, "batch_size": 1.5}, "batch_size=1.5, num_samples=0; expected positive whole numbers"),
         ({"batch_size": 0}, "tries how many rows fit CUDA memory"),
-        ({"batch_size": "cpu"}, r"batch_size='cpu' is a device, which is the 7th argument.* by name: device=\.\.\."),
-        (
-            {"batch_size": torch.device("cpu")},
-            r"batch_size=device\(type='cpu'\) is a device, which is the 7th argument",
-        ),
+        ({"batch_size": "cpu"}, "batch_size='cpu' is a device; give it as device="),
+        ({"batch_size": torch.device("cpu")}, r"batch_size=device\(type='cpu'\) is a device; give it as device="),
         ({"tokenizer": "gpt2"}, r"tokenizer='gpt2'; give one in memory: AutoTokenizer\.from_pretrained"),
     ],
 )

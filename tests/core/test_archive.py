@@ -6,6 +6,8 @@ import gzip
 import io
 import os
 import random
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -124,10 +126,42 @@ def test_name_twice_is_refused(root: Path, tmp_path: Path) -> None:
     assert "holds model_config.yaml twice" in refusal(archive)
 
 
-def test_compressed_archive_is_refused_with_the_command(root: Path, tmp_path: Path) -> None:
-    archive = pack(tmp_path / "m.nemo", root)
-    archive.write_bytes(gzip.compress(archive.read_bytes()))
-    assert "decompress it first: gzip -dc m.nemo > m.tar.nemo" in refusal(archive)
+def test_a_compressed_archive_is_read_from_a_copy_that_ends_with_the_process(root: Path, tmp_path: Path) -> None:
+    """As tar reads it; NeMo wrote such archives once. A second opening takes the same copy."""
+    torch.save(STATE, root / "model_weights.ckpt")
+    archive, temporary = tmp_path / "m.nemo", tmp_path / "temporary"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(root, arcname="./")
+    temporary.mkdir()
+    code = (
+        "import sys, warnings; from pathlib import Path; from bridge.core.files.archive import open_folder\n"
+        "warnings.simplefilter('error' if len(sys.argv) > 2 else 'ignore')\n"
+        "folder, again = open_folder(Path(sys.argv[1])), open_folder(Path(sys.argv[1]))\n"
+        "span = folder.files['model_config.yaml']; assert again.files == folder.files and span.path.exists()\n"
+        "print(sorted(folder.files), span.content(99), span.name == f'{sys.argv[1]}: model_config.yaml')"
+    )
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    command = [sys.executable, "-c", code, str(archive)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "['model_config.yaml', 'model_weights.ckpt'] b'hidden_size: 6\\n' True\n"
+    assert list(temporary.iterdir()) == []
+    told = subprocess.run([*command, "-"], env=environment, capture_output=True, text=True, timeout=60).stderr
+    assert "m.nemo: compressed; a copy of" in told and list(temporary.iterdir()) == []
+
+
+def test_a_damaged_or_too_large_compressed_archive_leaves_no_copy(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = pack(tmp_path / "whole.nemo", root).read_bytes()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    archive = tmp_path / "m.nemo"
+    archive.write_bytes(gzip.compress(whole)[:-9])
+    assert "its compression is damaged" in refusal(archive)
+    monkeypatch.setattr("bridge.core.files.decompressed.SPARE", 1 << 62)
+    archive.write_bytes(gzip.compress(whole))
+    assert "set TMPDIR to a larger disk" in refusal(archive)
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 @pytest.mark.parametrize("keep", [100, 512, 3000, -11000])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -170,6 +171,56 @@ def test_wrong_shapes_are_named() -> None:
         groupwise_activation_quant(np.zeros((3, 4), np.float32), "float32", block_size=0)
     with pytest.raises(UsageError, match=r"shape \(3, 0\) has no values there"):
         per_token_cast_to_fp8(np.zeros((3, 0), np.float32), "float32")
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+def test_a_tensor_gives_tensors_with_the_values_of_the_torch_expression(dtype: str) -> None:
+    w = torch.nn.Parameter(weight((130, 256), dtype))
+    groups = w.detach().float().unflatten(1, (-1, 128))
+    amax = groups.abs().amax(-1).clamp(1e-4)
+    codes, scale = per_token_cast_to_fp8(w)
+    assert codes.dtype == torch.float8_e4m3fn
+    assert torch.equal(scale, amax / 448.0)
+    assert torch.equal(codes.float(), (groups * (448.0 / amax[..., None])).to(codes.dtype).float().flatten(1))
+    quotients, scales = groupwise_activation_quant(w.unflatten(0, (2, 65)))
+    assert quotients.shape == (2, 65, 256) and scales.shape == (2, 65, 2)
+    blocks, inverse = per_block_cast_to_fp8(w.t())
+    same(
+        (blocks.view(torch.uint8).numpy(), inverse.numpy()), reference.by_product(w.detach().t(), 128, 128, 1e-4, False)
+    )
+    values = dequantize_from_fp8(blocks, inverse, TORCH[dtype])
+    assert torch.equal(values, reference.dequantize(blocks.view(torch.uint8), inverse, 128, TORCH[dtype]))
+
+
+def test_an_array_says_its_own_dtype() -> None:
+    """float16 was read as bfloat16; an array of ml_dtypes holds what a storage array holds."""
+    w = np.random.default_rng(0).standard_normal((2, 128)).astype(np.float16)
+    scale = per_token_cast_to_fp8(w)[1]
+    np.testing.assert_allclose(scale[:, 0], np.abs(w.astype(np.float32)).max(1) / 448, rtol=1e-6)
+    brain = w.astype(ml_dtypes.bfloat16)
+    for ours, theirs in zip(per_token_cast_to_fp8(brain), per_token_cast_to_fp8(brain.view(np.uint16)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    codes, scales = per_block_cast_to_fp8(w)
+    values = dequantize_from_fp8(codes.view(ml_dtypes.float8_e4m3fn), scales, "float32")
+    np.testing.assert_array_equal(values, codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales)
+
+
+@pytest.mark.parametrize(
+    ("x", "dtype", "said"),
+    [
+        (np.ones((2, 128), np.float16), "bfloat16", "is float16, not the given bfloat16"),
+        (torch.ones(2, 128), torch.bfloat16, "is float32, not the given bfloat16"),
+        (np.ones((2, 128)), None, "is float64; expected one of float32, float16, bfloat16"),
+        (np.ones((2, 128), ">f4"), None, "is >f4; expected"),
+        (torch.ones(2, 128, dtype=torch.int16), None, "is int16; expected"),
+        (torch.ones(2, 128, dtype=torch.complex64), None, "is complex64; expected"),
+        ([[1.0] * 128], None, "expected an array or a torch tensor, got list"),
+    ],
+)
+def test_a_wrong_dtype_is_a_type_error(x: Any, dtype: Any, said: str) -> None:
+    for cast in (groupwise_activation_quant, per_token_cast_to_fp8, per_block_cast_to_fp8):
+        with pytest.raises(TypeError, match=said):
+            cast(x, dtype)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from transformers import PreTrainedTokenizerFast
 
 import bridge
 from bridge.core.errors import SourceError
@@ -23,6 +25,7 @@ from tests.models.megatron_families import EVERY, FAMILIES, VOCAB
 from tests.oracles import megatron_oracle
 from tests.sources.foreign_checkpoints import CONFIG, MODEL, llama, megatron_bridge, nemo_archive, spelled, stacked
 from tests.sources.test_oracles import CLOSE, answer
+from tests.sources.weights.dcp_saves import save
 
 # How the same weights are laid out: names of both specs, layers together and apart, ranks of two kinds.
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
@@ -174,6 +177,18 @@ def test_an_archive_is_read_in_place_and_unpacked_alike(tmp_path: Path) -> None:
     assert refusal(tmp_path) == f"{tmp_path}: 2 archives; give one: llama.nemo, other.nemo"
 
 
+@pytest.mark.filterwarnings("ignore:.*compressed; a copy")
+def test_a_compressed_archive_is_the_model_of_the_plain_one(tmp_path: Path) -> None:
+    archive = nemo_archive(tmp_path / "llama", {"model_weights.ckpt": spelled(llama(), "megatron")})
+    (tmp_path / "packed").mkdir()
+    packed = tmp_path / "packed" / archive.name
+    packed.write_bytes(gzip.compress(archive.read_bytes()))
+    plain, found = open_source(archive), open_source(packed)
+    assert found.config == plain.config and found.specs == plain.specs and found.name == plain.name
+    assert all((found.read(name) == plain.read(name)).all() for name in plain.specs)
+    assert found.fingerprint == open_source(packed).fingerprint
+
+
 def test_an_archive_with_members_outside_is_refused(tmp_path: Path) -> None:
     archive = nemo_archive(tmp_path / "llama", {"model_weights.ckpt": spelled(llama(), "megatron")})
     with tarfile.open(archive, "a:") as tar:
@@ -209,6 +224,58 @@ def test_padding_of_the_vocabulary_is_cut_or_asked_about(tmp_path: Path) -> None
     assert open_source(run, config={"vocab_size": 90}).specs["lm_head.weight"].shape == (90, 48)
     message = refusal(run, config={"vocab_size": 113})
     assert "config=: vocab_size = 113, but the tensors have 112 rows" in message
+
+
+def tokenizer_of(count: int, root: Path) -> Any:
+    """A tokenizer of transformers with so many tokens, one of them added, in `root`."""
+    from tokenizers import Tokenizer, models
+
+    words = models.WordLevel({f"word{at}": at for at in range(count - 1)}, unk_token="word0")
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="<end>")
+    assert len(made) == count
+    made.save_pretrained(root)
+    return made
+
+
+def nemo2(root: Path, **config: Any) -> Path:
+    """A directory of NeMo 2, whose tokenizer is in its context."""
+    save(root / "weights", {f"module.{name}": tensor for name, tensor in spelled(llama(), "megatron").items()})
+    tokenizer_of(97, root / "context" / "nemo_tokenizer")
+    model = MODEL | {"_target_": "nemo.collections.llm.gpt.model.llama.LlamaConfig", "vocab_size": None} | config
+    section = {"_target_": "nemo.AutoTokenizer", "pretrained_model_name": "nemo_tokenizer"}
+    (root / "context/model.yaml").write_text(yaml.safe_dump({"config": model, "tokenizer": section}))
+    return root
+
+
+def test_a_tokenizer_tells_the_vocabulary_that_nemos_configuration_does_not(tmp_path: Path) -> None:
+    """NeMo 1 and 2 ask it, and pad the embedding: here 97 tokens to 112 rows."""
+    directory = nemo2(tmp_path / "two", make_vocab_size_divisible_by=16)
+    (tmp_path / "one").mkdir()
+    shutil.copy(directory / "context/nemo_tokenizer/tokenizer.json", tmp_path / "one" / f"{'0a' * 16}_tokenizer.json")
+    archive = nemo_archive(
+        tmp_path / "one", {"model_weights.ckpt": spelled(llama(), "megatron")}, override_vocab_size=None,
+        make_vocab_size_divisible_by=8, tokenizer={"library": "huggingface"},
+    )  # fmt: skip
+    for checkpoint in (directory, archive):
+        source = open_source(checkpoint)
+        assert source.config["vocab_size"] == 97 and source.specs["lm_head.weight"].shape == (97, 48)
+        assert open_source(checkpoint, config={"vocab_size": 90}).config["vocab_size"] == 90
+        assert bridge.plan(checkpoint, "megatron", keep={"ffn": 64}).outputs
+
+
+def test_a_given_tokenizer_tells_the_vocabulary_unless_it_is_another_models(tmp_path: Path) -> None:
+    run = megatron_bridge(
+        tmp_path / "run", spelled(llama(), "megatron"), vocab_size=None, make_vocab_size_divisible_by=8
+    )
+    made = tokenizer_of(97, tmp_path / "fits")
+    for given in (made, tmp_path / "fits", str(tmp_path / "fits")):
+        assert open_source(run, tokenizer=given).config["vocab_size"] == 97
+    tokenizer_of(60, tmp_path / "fewer")
+    message = refusal(run, tokenizer=tmp_path / "fewer")
+    assert "fewer/tokenizer.json = 60, padded to a multiple of 8 times the ranks, but the tensors have 112" in message
+    assert 'give the tokenizer of the model, or config={"vocab_size": ...}' in message
+    tokenizer_of(113, tmp_path / "more")
+    assert "= 113, but the tensors have 112 rows" in refusal(run, tokenizer=tmp_path / "more")
 
 
 @pytest.mark.slow

@@ -168,6 +168,30 @@ def test_the_gradient_of_a_parameter() -> None:
     assert str(first) == "1 makes infinity in backward: weight gets it as gradient"
 
 
+class Scaled(nn.Module):
+    """Scales by a norm, whose derivative at 0 is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 2)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        values = self.a(given)
+        return self.b(values * values.pow(2).sum(-1, keepdim=True).sqrt())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize("outer", [False, True])
+def test_a_gradient_that_the_code_between_modules_makes(outer: bool, needs_gradient: bool) -> None:
+    """Also where the input of the module needs no gradient, so that none leaves it."""
+    model = nn.Sequential(Scaled(), nn.Linear(2, 1)) if outer else Scaled()
+    first = found(model, torch.zeros(2, 3, requires_grad=needs_gradient), backward=True)
+    assert first == NotFinite("0" if outer else "Scaled", "backward", "NaN")
+    loss = model(torch.zeros(2, 3)).sum()
+    with pytest.raises(RuntimeError, match="nan values"), torch.autograd.detect_anomaly():
+        loss.backward()
+
+
 def test_a_loss_that_is_nan_is_nobodys() -> None:
     first = found(Two(), rows(), backward=True, loss=lambda out: (out * 0).sum().sqrt())
     assert first == NotFinite("", "backward", "NaN")

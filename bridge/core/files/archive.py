@@ -59,16 +59,20 @@ def _directory(root: Path) -> Folder:
 
 
 def _archive(path: Path) -> Folder:
-    """List the members of an uncompressed tar by the place of their bytes."""
+    """List the members of a tar by the place of their bytes; a compressed one has a copy, which is read."""
     with opened(path) as fd:
-        head, mark, size = read_at(fd, 512, 0, path), identity(fd), size_of(fd)
+        head = read_at(fd, 512, 0, path)
     refuse_pointer(path, head)
+    tar = path
     if head.startswith(GZIP):
-        raise SourceError(
-            f"{path}: a compressed archive, which cannot be read in place; decompress it first: "
-            f"gzip -dc {path.name} > {path.stem}.tar.nemo"
-        )
-    members = _members(path)
+        if remote(path):
+            raise SourceError(f"{path}: a compressed archive; download it, and give the file")
+        from bridge.core.files.decompressed import decompressed
+
+        tar = decompressed(path)
+    with opened(tar) as fd:
+        mark, size = identity(fd), size_of(fd)
+    members = _members(tar, path)
     files: dict[str, Span] = {}
     skipped: dict[str, str] = {}
     problems: list[str] = []
@@ -89,7 +93,7 @@ def _archive(path: Path) -> Folder:
                 f"truncated: {name} takes {member.size} bytes from {member.offset_data}, the file has {size}"
             )
         else:
-            files[name] = Span(path, member.offset_data, member.size, f"{path}: {name}", mark)
+            files[name] = Span(tar, member.offset_data, member.size, f"{path}: {name}", mark)
     if twice:
         problems.append(f"holds {named(set(twice))} twice: programs differ in which one they unpack; pack it again")
     if outside:
@@ -120,9 +124,10 @@ class _Member(tarfile.TarInfo):
         return super()._block(count)  # type: ignore[misc,no-any-return]
 
 
-def _members(path: Path) -> list[tarfile.TarInfo]:
+def _members(place: Path, path: Path) -> list[tarfile.TarInfo]:
+    """The members of the tar at `place`, which messages call `path`."""
     try:
-        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as tar:
+        with place.open("rb") as file, tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as tar:
             members = []
             for member in tar:
                 members.append(member)
@@ -133,10 +138,10 @@ def _members(path: Path) -> list[tarfile.TarInfo]:
     except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
         raise SourceError(f"{path}: not a complete tar archive ({error}); get it again") from error
     # A tar ends with zero blocks: without them, unknown members may be missing.
-    with opened(path) as fd:
+    with opened(place) as fd:
         last = members[-1] if members else None
         end = last.offset_data + -(-last.size // 512) * 512 if last else 0
-        if end >> 63 or read_at(fd, 512, end, path) != bytes(512):
+        if end >> 63 or read_at(fd, 512, end, place) != bytes(512):
             raise SourceError(f"{path}: truncated: the archive has no end after {last.name if last else 'nothing'}")
     return members
 

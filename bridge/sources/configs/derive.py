@@ -7,7 +7,7 @@ nothing is assumed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from bridge.sources.configs.extents import layout_of, measure, solve
 from bridge.sources.configs.facts import PLAIN, TERMS, Fact, Facts, Given, mistyped, shown
 from bridge.sources.configs.families import Family, choose, family_of, fields_of, incompatibilities
 from bridge.sources.configs.rope import rope_parameters, take_rope
+from bridge.sources.configs.token_count import MULTIPLE, padded
 from bridge.tables.architectures.arch import load_arch
 from bridge.tables.expressions.grammar import Call
 
@@ -57,11 +58,17 @@ class Derived:
 
 
 def hf_config(
-    where: str, dialect: str, declared: Declared, specs: Mapping[str, TensorSpec], given: Any = None
+    where: str,
+    dialect: str,
+    declared: Declared,
+    specs: Mapping[str, TensorSpec],
+    given: Any = None,
+    tokens: Callable[[], Fact | None] = lambda: None,
 ) -> Derived:
     """Return the config.json of a checkpoint with the native tensors `specs`; one SourceError lists all problems.
 
-    `dialect` is `megatron`, `torchtitan` or `meta`; `given` is the caller's `config=`.
+    `dialect` is `megatron`, `torchtitan` or `meta`; `given` is the caller's `config=`; `tokens` counts those of the
+    tokenizer, and is called if nothing else tells the vocabulary.
     """
     if not specs:
         raise SourceError(f"{where}: has no tensors of a model; give the checkpoint that does, or save it again")
@@ -82,6 +89,9 @@ def hf_config(
     problems += _override(terms, entries, family)
     problems += _compare(terms, measured.facts)
     terms |= measured.facts
+    if "vocab" not in terms and (counted := tokens()):
+        terms["vocab"] = counted
+        problems += _unpadded(terms)
     problems += solve(measured, terms)
     problems += _contradictions(declared.terms, terms)
     problems += _softmax(family, terms, entries)
@@ -156,6 +166,18 @@ def _contradictions(declared: Facts, terms: Facts) -> list[str]:
     if vocab and rows and vocab.value > rows.value:
         problems.append(f"{vocab}, but the tensors have {rows.value} rows: {rows.where}")
     return problems
+
+
+def _unpadded(terms: Facts) -> list[str]:
+    """Say that the rows of the embedding are not those of the tokenizer, padded: it is another model's, or was cut."""
+    vocab, rows = terms["vocab"], terms.get("rows")
+    multiple = terms["multiple"].value if "multiple" in terms else MULTIPLE
+    if not rows or vocab.value > rows.value or padded(vocab.value, multiple, rows.value):
+        return []  # more tokens than rows is a contradiction like any other
+    return [
+        f"{vocab}, padded to a multiple of {multiple} times the ranks, but the tensors have {rows.value} rows: "
+        f'{rows.where}; give the tokenizer of the model, or config={{"vocab_size": ...}}'
+    ]
 
 
 def _softmax(family: Family, terms: dict[str, Fact], entries: Mapping[str, Any]) -> list[str]:

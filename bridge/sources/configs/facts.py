@@ -221,8 +221,8 @@ KINDS: Mapping[str, Kind] = {
     "experts": _count(MAX_EXPERTS),
     **dict.fromkeys(
         (
-            "vocab", "hidden", "heads", "kv_heads", "head_dim", "ffn", "moe_ffn", "positions", "context", "top_k",
-            "q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim", "shared_ffn", "window", "router_groups",
+            "vocab", "multiple", "hidden", "heads", "kv_heads", "head_dim", "ffn", "moe_ffn", "positions", "context",
+            "top_k", "q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim", "shared_ffn", "window", "router_groups",
             "top_groups", "rows", "gates",
         ),
         COUNT,

@@ -19,6 +19,7 @@ from bridge.core.values import TensorSpec
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.configs.derive import Declared, Derived, hf_config
 from bridge.sources.configs.facts import Given
+from bridge.sources.configs.token_count import token_count
 from bridge.sources.configs.tokenizer_files import token_ids
 from bridge.sources.dialects.tensors import weights_of
 from bridge.sources.quantized.megatron import Statistics, quantizer_state, refuse_changed, unsmoothed
@@ -44,7 +45,7 @@ class Foreign:
 
     `given`: the checkpoint's config.json and the caller's `config=`. `side_files`: those to copy, given the container.
     `copies`: heads that the configuration ties to the embedding but that are stored; the conversion compares the two.
-    `notes`: other files and directories -> why they are not read.
+    `notes`: other files and directories -> why they are not read. `kind`: the class of its source.
     """
 
     root: Path
@@ -56,6 +57,7 @@ class Foreign:
     side_files: Callable[[Container], SideFiles] = lambda _: SideFiles()
     copies: Collection[str] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
+    kind: type[HfSource] = HfSource
 
 
 def source_of(checkpoint: Foreign, tokenizer: Any = None) -> HfSource:
@@ -67,7 +69,10 @@ def source_of(checkpoint: Foreign, tokenizer: Any = None) -> HfSource:
     state = quantizer_state(rough.specs)
     refuse_changed(where, rough, state)
     named_specs = _without(rough, {*state, *checkpoint.copies})
-    derived = hf_config(where, checkpoint.dialect, checkpoint.declared, named_specs, checkpoint.given)
+    derived = hf_config(
+        where, checkpoint.dialect, checkpoint.declared, named_specs, checkpoint.given,
+        lambda: token_count(where, checkpoint.side_files(rough).files, tokenizer),
+    )  # fmt: skip
     dims = _dims(dialect, derived)
     row_of = translator(dialect, derived.config, dims).row_of
     container = checkpoint.join(lambda name: row.cut if (row := row_of(name)) else None)
@@ -82,7 +87,7 @@ def source_of(checkpoint: Foreign, tokenizer: Any = None) -> HfSource:
     ids = {name: value for name, value in token_ids(copied.files).items() if derived.config.get(name, 0) is None}
     weights = replace(weights, dialect=checkpoint.dialect)
     side_files = SideFiles(copied.files, dropped)
-    source = HfSource(checkpoint.root, where, derived.config | ids, weights, tokenizer, side_files=side_files)
+    source = checkpoint.kind(checkpoint.root, where, derived.config | ids, weights, tokenizer, side_files=side_files)
     source.statistics = statistics if state else None
     return source
 

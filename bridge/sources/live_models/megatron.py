@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from bridge.sources.configs.facts import Fact
 from bridge.sources.configs.megatron import megatron_terms, terms_without_value
 from bridge.sources.dialects.opening import STATE, Foreign, source_of
 from bridge.sources.dialects.tensors import weights_of
-from bridge.sources.memory import bits_of
+from bridge.sources.memory import bits_of, values_digest
 from bridge.sources.source import Source
 from bridge.tables.dialects.dialect import load_dialect
 from bridge.tables.dialects.translate import Translated, translate
@@ -39,26 +40,54 @@ _OF_MODEL = {
 }
 
 
+class LiveSource(HfSource):
+    """A GPTModel in memory, in Hugging Face's names."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of config and all values: there is no file with a modification time."""
+        return values_digest(self.config, self.specs, self.read)
+
+
 def gpt_model(model: object) -> Any:
-    """Megatron-Core's GPTModel inside `model`, below wrappers that keep it as `.module`; None if there is none."""
-    while hasattr(model, "module"):
-        model = model.module
+    """Megatron-Core's GPTModel inside `model`, below wrappers and models of NeMo; None if there is none."""
+    while True:
+        if hasattr(model, "module"):
+            model = model.module
+        elif any(kind.__module__.startswith("nemo.") for kind in type(model).__mro__) and hasattr(model, "model"):
+            model = model.model  # NeMo 1
+        else:
+            break
     kinds = type(model).__mro__
     found = any(kind.__name__ == "GPTModel" and kind.__module__.startswith("megatron.core.") for kind in kinds)
     return model if found else None
 
 
-def open_live(model: Any) -> HfSource:
+def why_split(model: Any) -> str:
+    """What says that this GPTModel is not whole on this rank; "" if it is."""
+    config = model.config
+    axes = ("tensor", "pipeline", "expert", "expert_tensor")
+    sizes = {f"{axis}_model_parallel_size": getattr(config, f"{axis}_model_parallel_size", 1) for axis in axes}
+    sizes["context_parallel_size"] = config.context_parallel_size
+    split = [f"{name} is {size}" for name, size in sizes.items() if size not in (None, 1)]
+    return ", ".join([*split, "sequence_parallel is on"] if config.sequence_parallel else split)
+
+
+def open_live(model: Any, config: Any = None, tokenizer: Any = None) -> HfSource:
     """Open a GPTModel that is whole on this rank, in Hugging Face's names; its memory is read when asked for.
 
-    Raises SourceError if no supported architecture has its configuration.
+    `config`, `tokenizer`: as `open_source` takes them. Raises SourceError if it is not whole, or if no supported
+    architecture has its configuration.
     """
     where = f"{type(model).__name__} in memory"
+    if split := why_split(model):
+        raise SourceError(f"{where}: {split}: only a model that is whole on this rank is read; give its checkpoint")
     fields = {name: Fact(value, f"{where}: {name}") for name, value in _fields(model).items() if value is not None}
     terms, problems = megatron_terms(fields)
     declared = Declared(terms, tuple(problems), terms_without_value(fields))
     tensors = _Tensors(model)
-    return source_of(Foreign(Path(), where, "megatron", declared, lambda _: tensors))
+    live = Foreign(Path(), where, "megatron", declared, lambda _: tensors, config, kind=LiveSource)
+    return source_of(live, tokenizer)
 
 
 def fill(model: Any, source: Source) -> None:
