@@ -121,7 +121,7 @@ def run(
     clock = time.perf_counter
     words = _Tokens(directory)
     ids, seen = _prompt(words, manifest.plan.architecture, text, images, sounds, chat)
-    settings, limited = _limited(settings, directory, manifest.plan.architecture, ids)
+    settings, limited = _limited(settings, directory, manifest.plan, ids)
     generator: Generator = target.generator(directory)
     if seen:
         if not isinstance(generator, Seeing):
@@ -183,18 +183,24 @@ def _settings(text: str, tokens: int, temperature: float, seed: int, *, needs_te
     return Settings(tokens, float(temperature), seed)
 
 
-def _limited(settings: Settings, directory: Path, architecture: str, ids: list[int]) -> tuple[Settings, bool]:
-    """The settings with the model's end tokens and within its context, and whether the context is what limits it."""
+def _limited(settings: Settings, directory: Path, plan: Plan, ids: list[int]) -> tuple[Settings, bool]:
+    """The settings with the model's end tokens and within its context, and whether the context is what limits it.
+
+    A target's buffers of keys and values may hold less than the model's context.
+    """
     config = read_json(directory / "config.json", f"{directory}/config.json")
     files = {name: directory / name for name in (GENERATION, TOKENIZER_CONFIG, TOKENIZER_JSON)}
     ends = token_ids(files).get("eos_token_id", config.get("eos_token_id"))
     stop = ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else []
-    writes = architecture in classes_of(READS, TRANSCRIBES)  # then the ids are of the decoder
+    writes = plan.architecture in classes_of(READS, TRANSCRIBES)  # then the ids are of the decoder
     if not writes and (positions := encoder_length(config)) is not None and len(ids) > positions:
         raise UsageError(f"the text has {len(ids)} tokens, and the model's encoder reads {positions}; shorten it")
     # A decoder apart from the encoder of a text reads none of it; a transcript begins with few tokens.
     used = 0 if config.get("is_encoder_decoder") and not writes else max(len(ids), OPENING if writes else 0)
-    room = None if (context := context_length(config)) is None else context - used
+    buffer = plan.options.get("cache")
+    lengths = [context_length(config), None if isinstance(buffer, bool) else buffer]
+    context = min((length for length in lengths if length is not None), default=None)
+    room = None if context is None else context - used
     if room is not None and room < 1:
         raise UsageError(
             f"the text has {len(ids)} tokens, and the model's context {context}: none is left to generate; shorten it"

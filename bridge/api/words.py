@@ -20,7 +20,7 @@ class TargetOptions(TypedDict, total=False):
 
     allow_split: bool
     attention_op: bool
-    cache: bool
+    cache: bool | int
     custom_ops: bool
     dtype: str | None
     engine: bool | str

@@ -40,7 +40,7 @@ class Flag:
     argument: bool = False
     """A word without a flag, by position."""
     alone: bool = False
-    """Also without its word, which is then "true": `--engine`, `--engine rtx4090`."""
+    """Also without its word, which is then "true": `--engine`, `--engine rtx4090`; `--cache/--no-cache`: "false"."""
 
 
 def word(metavar: str, help: str, kind: type = str, default: Any = REQUIRED, several: bool = False) -> Flag:

@@ -38,8 +38,8 @@ def _flag(entry: dataclasses.Field[Any], type_: Any) -> Flag:
     kinds = (type_, *get_args(type_))  # of `int | None`, for example
     kind = next(kind for kind in (bool, int, float, str) if kind in kinds)
     dashed = entry.name.replace("_", "-")
-    if bool in kinds and str in kinds:
-        return Flag(text, str, names=f"--{dashed}", alone=True)
+    if bool in kinds and len(kinds) > 2:
+        return Flag(text, str, names=f"--{dashed}" + (f"/--no-{dashed}" if entry.default is True else ""), alone=True)
     return Flag(text, kind, names=f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}")
 
 
@@ -61,6 +61,12 @@ def _target_of(name: str | None) -> str | None:
 
 class TargetCommand(click.Command):
     """A verb whose help has sections, the options of each target under a heading of their own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """`--no-NAME` of an option that also takes a word is `--NAME=false`: click has no such pair."""
+        flags = [flag for options in target_options().values() for flag in options.values() if flag.alone]
+        pairs = {flag.names.partition("/")[2]: flag.names.partition("/")[0] for flag in flags}
+        return super().parse_args(ctx, [f"{pairs[arg]}=false" if arg in pairs else arg for arg in args])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """The flags of the chosen target, or of all, beside what the help lists without a heading."""
@@ -103,4 +109,5 @@ def _usage(flag: Flag) -> str:
     if flag.kind is bool:
         return f"--[no-]{flag.names.partition('/')[0].removeprefix('--')}"
     word = f"<{flag.kind.__name__}>"
-    return f"{flag.names} {f'[{word}]' if flag.alone else word}"
+    name, _, negated = flag.names.partition("/")
+    return f"{name} {f'[{word}]' if flag.alone else word}" + (f", {negated}" if negated else "")

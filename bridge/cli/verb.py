@@ -113,7 +113,9 @@ def parameter(name: str, flag: Flag, hidden: bool = False) -> click.Parameter:
     if flag.argument:
         return click.Argument([name], metavar=flag.metavar, nargs=-1 if flag.several else 1, **more)
     more |= {"flag_value": "true"} if flag.alone else {}
-    names = flag.names.split() or [f"--{'no-' if inverted else ''}{name.replace('_', '-')}"]
+    names = ([flag.names.partition("/")[0]] if flag.alone else flag.names.split()) or [
+        f"--{'no-' if inverted else ''}{name.replace('_', '-')}"
+    ]
     metavar = flag.metavar or (None if flag.kind is bool else f"<{flag.kind.__name__.lower()}>")
     return click.Option(
         [name, *names], is_flag=flag.kind is bool, multiple=flag.several, metavar=metavar, hidden=hidden,

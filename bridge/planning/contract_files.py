@@ -18,7 +18,7 @@ OF_TARGETS = ("graphs", "tokens", "gpus", "elsewhere", "multiplies")  # sections
 CONTRACT_KEYS: dict[str, type] = {
     "target": str, "options": dict, "prescales": bool, "kept": bool, "kv": dict, "loads": dict,
     "stacked": dict, "split": dict, "mixed": dict, "head": dict, "plain": dict, "ranks": dict, "sparse": dict,
-    "but_not": list, "float32_as": str,
+    "buffers": dict, "but_not": list, "float32_as": str,
 }  # fmt: skip
 CONDITIONS: dict[str, type] = {
     "out": int, "in": int, "experts": bool, "prescales": bool, "dtypes": list, "but_not": list, "only": list,
@@ -118,7 +118,7 @@ def _contract(file: TableFile, name: str) -> Contract:
         raise file.place(section, "float32_as").error(f"dtype {dtype!r} is unknown", hint=nearest(dtype, FLAGS))
     rows = {part: file.section(f"{section}.{part}") for part in ("loads", "kv")}
     known: dict[str, Any] = {
-        key: _evidence(file, section, key, words[key]) for key in ("mixed", "head", "ranks") if key in words
+        key: _evidence(file, section, key, words[key]) for key in ("mixed", "head", "ranks", "buffers") if key in words
     }
     known |= {
         kind: {name: _evidence(file, f"{section}.{kind}", name, how) for name, how in words.get(kind, {}).items()}

@@ -95,9 +95,10 @@ class Contract:
     `prescales`: whether formats with pre-scales may be written for it. `kept`: whether it reads matrices that it fuses
     if they stay unquantized in a quantized model. None if there is no evidence: `mixed`, that modules may differ in
     format; `head`, that the output head may be quantized; `plain`, for unquantized output; `ranks`, that ranks may
-    share matrices; `sparse`, that it has kernels for 2:4 zeros in these files as they are. Architectures whose source
-    has a layer's experts in one tensor -> how it is known that it reads them: `stacked`, in one still; `split`, as
-    modules of each. `but_not`: architectures that it loads in no format. `float32_as`: the dtype of a float32 source.
+    share matrices; `buffers`, that keys and values may lie in buffers of one length; `sparse`, that it has kernels for
+    2:4 zeros in these files as they are. Architectures whose source has a layer's experts in one tensor -> how it is
+    known that it reads them: `stacked`, in one still; `split`, as modules of each. `but_not`: architectures that it
+    loads in no format. `float32_as`: the dtype of a float32 source.
     """
 
     target: str
@@ -110,6 +111,7 @@ class Contract:
     head: Evidence | None = None
     plain: Row | None = None
     ranks: Evidence | None = None
+    buffers: Evidence | None = None
     sparse: SparseKernels | None = None
     stacked: Mapping[str, Evidence] = field(default_factory=dict)
     split: Mapping[str, Evidence] = field(default_factory=dict)
@@ -241,7 +243,10 @@ def _evidence(contract: Contract, plan: Plan, rows: Sequence[Row]) -> Iterator[E
         yield contract.plain.evidence
     yield from (row.evidence for row in rows)
     yield from (contract.kv[kv].evidence for kv in _caches(plan))
-    used = ((contract.mixed, len(rows) > 1), (contract.head, _heads(plan)), (contract.ranks, _ranks(plan) > 1))
+    used = (
+        (contract.mixed, len(rows) > 1), (contract.head, _heads(plan)), (contract.ranks, _ranks(plan) > 1),
+        (contract.buffers, _buffers(plan)),
+    )  # fmt: skip
     yield from (evidence for evidence, is_used in used if evidence and is_used)
     for known, experts in ((contract.stacked, _stacked(plan)), (contract.split, _split(plan))):
         yield from (known[plan.architecture] for _ in experts[:1])
@@ -249,6 +254,12 @@ def _evidence(contract: Contract, plan: Plan, rows: Sequence[Row]) -> Iterator[E
 
 def _caches(plan: Plan) -> list[str]:
     return list(dict.fromkeys(numeric_words(step.kv) for step in plan.steps if step.kv))
+
+
+def _buffers(plan: Plan) -> int:
+    """Tokens of the buffers that keys and values lie in; 0 for caches that grow."""
+    cache = plan.options.get("cache", False)
+    return 0 if isinstance(cache, bool) else int(cache)
 
 
 def _heads(plan: Plan) -> list[str]:
@@ -301,6 +312,8 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
             yield "", f"reads no KV cache in {kv} there"
         elif why := contract.kv[kv].why_not(f"scales of a KV cache in {kv}", plan.architecture):
             yield "", why
+    if contract.buffers is None and _buffers(plan):
+        yield "", f"no run shows that it reads keys and values in buffers (cache={_buffers(plan)}); leave out cache"
     if contract.head is None:
         yield from ((module, "no run and no source shows that it reads a quantized head") for module in _heads(plan))
     yield from _experts(contract, plan)

@@ -106,6 +106,8 @@ def test_a_flag_of_the_target_reaches_the_target() -> None:
     done = run("plan", str(MODEL), "--target", "trt", "--dtype", "fp16", "--no-cache", "--json")
     options = json.loads(done.stdout)["options"]
     assert (options["dtype"], options["cache"]) == ("float16", False)
+    done = run("plan", str(MODEL), "--target", "trt", "--cache", "64", "--json")
+    assert json.loads(done.stdout)["options"]["cache"] == 64
 
 
 def test_the_options_of_each_target_stand_under_its_heading() -> None:

@@ -91,7 +91,7 @@ def test_every_mark_of_a_page_names_a_generator() -> None:
 
 def test_options_are_those_of_the_target() -> None:
     assert "| `tp` | `--tp` | int | `1` |" in targets.options("trtllm")
-    assert "| `cache` | `--cache`, `--no-cache` | bool | `True` |" in targets.options("trt")
+    assert "| `cache` | `--cache`, `--no-cache` | bool, int | `True` |" in targets.options("trt")
 
 
 @pytest.mark.slow

@@ -328,6 +328,11 @@ def test_unquantized_graphs_are_loaded_in_the_dtypes_and_tasks_of_the_runs() -> 
     assert {verdict(load_runtime(name), half).how for name in ("onnxruntime", "genai", "openvino")} == {"no"}
     assert verdict(load_runtime("onnxruntime"), bridge.plan(TINY, "trt", dtype="fp16")).how == "run"
     assert verdict(load_runtime("genai"), bridge.plan(TINY, "trt", cache=False)).how == "no"
+    buffered = {
+        name: verdict(load_runtime(name), bridge.plan(TINY, "trt", cache=64)).how
+        for name in ("onnxruntime", "genai", "openvino")
+    }
+    assert buffered == {"onnxruntime": "run", "genai": "no", "openvino": "no"}
     with pytest.raises(SchemeError, match=r"loads no unquantized output here:\n.*pass --dtype fp32"):
         bridge.plan(TINY, "trt", dtype="bf16", runtime="onnxruntime")
 

@@ -134,13 +134,18 @@ class OnnxTarget(StreamedTarget):
         return Step((), tuple(outputs), attention=attention, kv=kv)
 
     def runtime(self, directory: Path) -> Any:
+        from bridge.targets.onnx.run.buffers import SteppedRuntime
         from bridge.targets.onnx.run.encoder_decoder import EncoderDecoder
         from bridge.targets.onnx.run.multimodal import load_multimodal
-        from bridge.targets.onnx.run.runtime import Runtime
+        from bridge.targets.onnx.run.runtime import WRITE_INDICES, Runtime
+        from bridge.targets.onnx.write.genai_config import graph_inputs
 
         if is_multimodal(directory):
             return load_multimodal(directory)
-        return Runtime(directory) if len(graphs(directory)) == 1 else EncoderDecoder(directory)
+        if len(graphs(directory)) > 1:
+            return EncoderDecoder(directory)
+        buffered = WRITE_INDICES in graph_inputs(directory / MODEL)
+        return SteppedRuntime(directory) if buffered else Runtime(directory)
 
     def why_no_generator(self, directory: Path) -> str:
         return ""

@@ -6,6 +6,8 @@ Weights are stored quantized. TensorRT's rules and their sources are listed in `
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +42,10 @@ class TrtOptions:
     dtype: str | None = option(None, "fp16, bf16, fp32 of unquantized parts; default: source's")
     opset: int | None = option(None, "ONNX opset 21 to 24; default: the lowest that has the needed types")
     attention_op: bool = option(False, "attention as ONNX's operator (opset 23), which TensorRT fuses less often")
-    cache: bool = option(True, "decoders: past_key_values inputs and present outputs")
+    cache: bool | int = option(
+        True,
+        "decoders: past_key_values inputs and present outputs; a number of tokens: buffers updated in place (2048)",
+    )
     logits: str = option(
         "all", "decoders: of all tokens, or of the last one alone (last) for prompts padded on the left"
     )
@@ -97,22 +102,28 @@ class Trt(OnnxTarget):
         self, options: TrtOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]
     ) -> TrtOptions:
         engine = _resolve_engine(options.engine)
+        cache = _resolve_cache(options.cache)
         task = choose_task(options.task, structure.architecture)
         if options.logits not in ("all", "last"):
             raise UsageError(f"logits={options.logits!r} must be all or last (--logits)")
-        if options.logits == "last" and not (tasks()[task].cached and not tasks()[task].parts):
-            raise UsageError(f"logits='last' (--logits last) is for decoders of one graph, not for task {task}")
+        if not (tasks()[task].cached and not tasks()[task].parts):
+            if options.logits == "last":
+                raise UsageError(f"logits='last' (--logits last) is for decoders of one graph, not for task {task}")
+            if is_buffered(cache):
+                raise UsageError(f"cache={cache} (--cache {cache}) is for decoders of one graph, not for task {task}")
         chosen = float_dtype(options.dtype, specs, "of graphs")
         if isinstance(engine, str) and options.dtype is None and chosen == "float32":
             chosen = "float16"
         least, why = least_opset(chosen, scheme, structure)
         if options.attention_op and least < 23:
             least, why = 23, "older ones have no Attention"
+        if is_buffered(cache):
+            least, why = 24, "older ones have no TensorScatter, which buffers of the cache need"
         opset = options.opset or least
         if not least <= opset <= NEWEST_OPSET:
             reason = why if opset < least else f"{NEWEST_OPSET} is the newest that bridge writes"
             raise UsageError(f"opset {opset} is not possible: {reason}; use {least} to {NEWEST_OPSET}")
-        return dataclasses.replace(options, task=task, dtype=chosen, opset=opset, engine=engine)
+        return dataclasses.replace(options, task=task, dtype=chosen, opset=opset, engine=engine, cache=cache)
 
     def draft(self, draft: Draft) -> Drafted:
         drafted, options = super().draft(draft), draft.options
@@ -187,6 +198,9 @@ class Trt(OnnxTarget):
         if task.cached and draft.config.get("model_type") in listed("loops", "types"):
             return f"{architecture} reads its tokens one by one in a Python loop, which no graph has; use target hf"
         keeps = bool(draft.structure.attention) or draft.structure.states
+        if is_buffered(draft.options.cache) and draft.structure.states:
+            length = draft.options.cache
+            return f"{architecture} keeps states of fixed size, not keys and values alone; leave out cache={length}"
         if task.cached and draft.options.cache and not keeps:
             reason = "keeps neither keys and values nor states that a graph can take"
             return f"{architecture} {reason}; leave the cache out (cache=False, --no-cache), or use target hf"
@@ -197,6 +211,11 @@ class Trt(OnnxTarget):
         experts = {site.expert for site in structure.sites if site.expert is not None}
         if experts:
             notes.append(ALL_EXPERTS.format(len(experts)))
+        if is_buffered(options.cache):
+            notes.append(
+                f"keys and values lie in buffers of {options.cache} tokens: no genai_config.json, since "
+                "onnxruntime-genai reads caches that grow (cache=True)"
+            )
         if options.dtype == "float32":
             notes.append(
                 "float32 graph: TensorRT fuses no attention in it, and takes 3 to 5 times the memory for activations; "
@@ -234,13 +253,9 @@ class Trt(OnnxTarget):
         options, files = context.plan.options, context.source.side_files
         pools = options["task"] == "feature-extraction"
         pooling, why_not = read_pooling(files) if pools else ("", "")
-        given = {key: options[key] for key in ("task", "dtype", "opset", "cache", "stamp", "attention_op")}
-        rewrite: Callable[[Graph], None] | None = None
-        if options["logits"] == "last":
-            from bridge.targets.trt.last_token import keep_last_token  # imports onnx_ir
-
-            rewrite = keep_last_token
-        chosen = GraphOptions(**given, image=read_image_size(files), pooling=pooling, rewrite=rewrite)
+        given = {key: options[key] for key in ("task", "dtype", "opset", "stamp", "attention_op")}
+        given |= {"cache": bool(options["cache"]), "rewrite": _rewrite(options["logits"], options["cache"])}
+        chosen = GraphOptions(**given, image=read_image_size(files), pooling=pooling)
         written, text = write_onnx(context, directory, chosen)
         if "embedding" in tasks()[options["task"]].parts:
             why_not = write_multimodal_config(context.source, text, directory, FLOAT_ACTIVATIONS)
@@ -262,6 +277,38 @@ class Trt(OnnxTarget):
         return written
 
 
+def is_buffered(cache: bool | int) -> bool:
+    """Whether a cache is a buffer of so many tokens: neither True, a cache that grows, nor False."""
+    return not isinstance(cache, bool)
+
+
+def _resolve_cache(given: Any) -> bool | int:
+    """True, False, or the tokens of a buffer, from Python or as a word of the command line."""
+    words = {"true": True, "false": False}
+    cache = words.get(given.lower(), given) if isinstance(given, str) else given
+    if isinstance(cache, bool):
+        return cache
+    if re.fullmatch(r"\d{1,9}", str(cache)) and int(cache) > 1:
+        return int(cache)
+    raise UsageError(f"cache={given!r} (--cache) must be True, False, or the tokens of a buffer, 2 or more: 2048")
+
+
+def _rewrite(logits: str, cache: bool | int) -> Callable[[Graph], None] | None:
+    """What the options change in a finished graph."""
+    from bridge.targets.trt.buffers import write_into_buffers  # both import onnx_ir
+    from bridge.targets.trt.last_token import keep_last_token
+
+    steps: list[Callable[[Graph], None]] = [keep_last_token] if logits == "last" else []
+    if is_buffered(cache):
+        steps.append(functools.partial(write_into_buffers, length=cache))
+
+    def rewrite(graph: Graph) -> None:
+        for step in steps:
+            step(graph)
+
+    return rewrite if steps else None
+
+
 def _resolve_engine(given: bool | str) -> bool | str:
     """True for this machine's GPU, the architectures of GPUs with commas between, or False; refused if unavailable."""
     from bridge.targets.trt.gpus import parse_gpus
@@ -281,7 +328,7 @@ def _resolve_engine(given: bool | str) -> bool | str:
 
 def _generates(options: Mapping[str, Any]) -> bool:
     """True if onnxruntime-genai can generate from the graph: a decoder with a cache, in standard ONNX."""
-    return tasks()[options["task"]].cached and options["cache"] and not options["custom_ops"]
+    return tasks()[options["task"]].cached and options["cache"] is True and not options["custom_ops"]
 
 
 TARGET = Trt()

@@ -12,6 +12,7 @@ from typing import Any
 from bridge.core.errors import UsageError
 from bridge.core.text import fold_layers, nearest
 from bridge.sources.configs.positions import context_length, image_positions
+from bridge.targets.onnx.run.runtime import WRITE_INDICES
 
 Range = tuple[int, int, int]
 # Axes of denoisers: tokens of a prompt, and of a packed image (1024 x 1024 has 4096).
@@ -114,20 +115,22 @@ def profiles_of(config: Mapping[str, Any], onnx_path: Path, given: Mapping[str, 
     given: ranges instead of the default ones, of axes that the graph has. UsageError if there are fewer positions.
 
     A decoder with a cache has two, which share its weights: for the prompt, and for one token after the other. A model
-    that scans its tokens keeps a state of each step, and gets shorter ones.
+    that scans its tokens keeps a state of each step, and gets shorter ones. Buffers have one length and no range.
     """
     import onnx
 
     graph = onnx.load(onnx_path, load_external_data=False).graph
     known = dynamic_axes(graph)
     asked = {name: given[name] for name in given if name in known or (name == "batch" and known & BATCHES)}
-    cache, scans = "past_sequence" in known, any(node.op_type == "Scan" for node in graph.node)
+    buffer = _buffer_of(graph)
+    cache, scans = bool(buffer) or "past_sequence" in known, any(node.op_type == "Scan" for node in graph.node)
     most, batch = (SCANNED, (1, 1, 1)) if scans else (512, (1, 1, 8))
     left = 1024
     limit = context_length(config)
     if limit is not None:
         most = min(most, max(limit // 2, 1) if cache else limit)
         left = min(1024, limit - most)
+    most = min(most, buffer or most)
     sequence = asked.get("sequence", (1, min(128, most), most))
     past = before = asked.get("past_sequence", (0, min(128, left), left))
     if limit is not None:
@@ -136,11 +139,19 @@ def profiles_of(config: Mapping[str, Any], onnx_path: Path, given: Mapping[str, 
                 raise UsageError(f"profile {name}: {tokens} tokens are more than the {limit} positions of the model")
         least, best, largest = (min(bound, max(limit - sequence[2], 1)) for bound in past)
         before = (least, best, largest)
+    if buffer and sequence[2] > buffer:
+        raise UsageError(f"profile sequence: {sequence[2]} tokens are more than the {buffer} of the graph's buffers")
     others = {name: asked[name] for name in asked if name not in FIELDS}
     encoder = asked.get("encoder_sequence", (1, min(128, most), most))
     prompt = Profile(asked.get("batch", batch), sequence, before, encoder, image_positions(config), others)
     token = replace(prompt, sequence=(1, 1, 1), past=past)
     return (prompt, token) if cache and sequence[2] > 1 else (token if cache else prompt,)
+
+
+def _buffer_of(graph: Any) -> int:
+    """Tokens that the buffers of a decoder's cache hold; 0 if it has none. graph: ONNX's."""
+    shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in graph.input}
+    return shapes["attention_mask"][1] if WRITE_INDICES in shapes else 0
 
 
 def profile_shapes(onnx_path: Path, profile: Profile) -> dict[str, Shapes]:

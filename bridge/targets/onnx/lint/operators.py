@@ -180,6 +180,12 @@ def tensor_scatter(model: Model, node: Any) -> Messages:
     rank = len(cache.shape) if cache is not None and cache.shape is not None else 4
     if rank != 4 or attribute(node, "axis", -2) not in (-2, 2):
         yield "TensorRT's TensorScatter takes 4-D caches along axis -2: transpose the cache"
+    elif cache is not None and cache.shape is not None and not isinstance(cache.shape[2], int):
+        yield f"TensorRT's TensorScatter takes caches of one length, not of {cache.shape[2]}: write a number of tokens"
+    if node.input[0] not in {value.name for value in model.proto.graph.input}:
+        yield "TensorRT's TensorScatter takes a cache that is an input of the graph: put no node before it"
+    if attribute(node, "mode", "linear") != "linear":
+        yield "TensorRT's TensorScatter has no circular mode: write a buffer of all tokens"
 
 
 @each("RotaryEmbedding")

@@ -17,6 +17,7 @@ from bridge.core.errors import CannotRun, VerifyError, first_line
 from bridge.targets.generation import Chooser, Settings
 
 PAST, PRESENT = "past_key_values.", "present."
+WRITE_INDICES = "write_indices"  # input of decoders whose caches are buffers: the place of each row's first new token
 TRT = "trt"  # TensorRT's own domain: FP4 and MXFP8 activations, E8M0 scales
 FEEDS = {"tensor(int64)": "int64", "tensor(float)": "float32", "tensor(int32)": "int32", "tensor(bool)": "bool"}
 
@@ -67,6 +68,7 @@ class Runtime:
             if self.cached:
                 feeds = {"input_ids": new, **past_of(out), "attention_mask": np.ones_like(tokens)}
                 feeds["position_ids"] = np.full_like(new, tokens.shape[1] - 1)
+                feeds[WRITE_INDICES] = np.full(len(new), tokens.shape[1] - 1)
             else:
                 feeds = {"input_ids": tokens}
         return tokens
@@ -78,17 +80,24 @@ class Runtime:
         batch, length = first.shape[:2]
         own = (name for name in feeds if name.startswith(PAST) and name.endswith(".key") and ".encoder." not in name)
         past = next((feeds[name].shape[2] for name in own), 0)
+        places = feeds.get(WRITE_INDICES)
+        if WRITE_INDICES in self.inputs:
+            past = 0 if places is None else int(places.max())
         for name, entry in self.inputs.items():
             if name in feeds:
                 continue
             if name == "attention_mask":
                 feeds[name] = np.ones((batch, past + length), np.int64)
             elif name == "position_ids":
-                feeds[name] = _positions(feeds.get("attention_mask"), batch, past, length)
+                feeds[name] = _positions(feeds.get("attention_mask"), batch, past, length, places)
             elif name in ("token_type_ids", "global_attention_mask"):
                 feeds[name] = np.zeros((batch, length), np.int64)
             elif name.startswith(PAST):
                 feeds[name] = np.zeros(empty_extents(entry.shape, batch), np.float32)
+        if WRITE_INDICES in self.inputs:
+            from bridge.targets.onnx.run.buffers import fill_buffers
+
+            fill_buffers(feeds, self.inputs["attention_mask"].shape[1])
 
 
 def past_of(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -135,12 +144,16 @@ def open_session(file: Path, taps: Sequence[str] = (), *, optimize: bool = False
     return session, substitute
 
 
-def _positions(mask: np.ndarray | None, batch: int, past: int, length: int) -> np.ndarray:
-    """Positions count unmasked tokens only, so left padding takes none."""
+def _positions(
+    mask: np.ndarray | None, batch: int, past: int, length: int, places: np.ndarray | None = None
+) -> np.ndarray:
+    """Positions count unmasked tokens only, so left padding takes none. places: of each row's first new token."""
     if mask is None:
         return np.tile(np.arange(past, past + length, dtype=np.int64), (batch, 1))
-    positions: np.ndarray = np.maximum(mask.cumsum(-1) - 1, 0)[:, -length:]
-    return positions.astype(np.int64)
+    positions: np.ndarray = np.maximum(mask.cumsum(-1) - 1, 0)
+    if places is None:
+        return positions[:, -length:].astype(np.int64)
+    return np.take_along_axis(positions, places[:, None] + np.arange(length), axis=1).astype(np.int64)
 
 
 def _runnable(file: Path, taps: Sequence[str], halves: Sequence[str]) -> tuple[bytes | None, str]:
@@ -272,6 +285,11 @@ class Generator:
             "attention_mask": np.ones((1, len(tokens)), np.int64),
             "position_ids": np.arange(given, len(tokens), dtype=np.int64)[None],
         }
+        if WRITE_INDICES in self._inputs:
+            from bridge.targets.onnx.run.buffers import fill_buffers
+
+            feeds[WRITE_INDICES] = np.array([given], np.int64)
+            fill_buffers(feeds, self._inputs["attention_mask"].shape[1])
         for name in self._inputs:
             if name in caches:  # the output of the last run, not copied
                 binding.bind_ortvalue_input(name, caches[name])

@@ -144,6 +144,11 @@ def header(change: Callable[[dict[str, dict[str, object]]], object]) -> Callable
     return lambda sketch: setattr(sketch, "header", change)
 
 
+def computed_cache(sketch: Sketch) -> None:
+    sketch.nodes.insert(0, helper.make_node("Relu", ["c"], ["computed"]))
+    sketch.nodes[1].input[0] = "computed"
+
+
 def place(key: str, value: str, tensor: int = 2) -> Callable[[Sketch], object]:
     def change(model: onnx.ModelProto) -> None:
         for entry in model.graph.initializer[tensor].external_data:
@@ -154,6 +159,7 @@ def place(key: str, value: str, tensor: int = 2) -> Callable[[Sketch], object]:
 
 
 F4 = (T.FLOAT, (2, 3, 5, 8))
+GROWING = (T.FLOAT, (2, 3, "tokens", 8))
 SCALE_INF = Tensor(T.FLOAT, (96,), np.array([0.5] * 95 + [np.inf], np.float32).tobytes())
 COS = (T.FLOAT, (9, 4))
 INDEX = (T.INT64, (1, 4))
@@ -284,6 +290,9 @@ CASES = [
     Case("attention-form", "multiples of 8 up to 256", single("Attention", heads(264), 23)),
     Case("attention-form", "takes equal ones", single("Attention", heads(24, 16), 23)),
     Case("tensor-scatter", "4-D caches along axis -2", single("TensorScatter", {"c": F4, "u": F4}, 24, axis=1)),
+    Case("tensor-scatter", "of one length, not of tokens", single("TensorScatter", {"c": GROWING, "u": F4}, 24)),
+    Case("tensor-scatter", "no circular mode", single("TensorScatter", {"c": F4, "u": F4}, 24, mode="circular")),
+    Case("tensor-scatter", "an input of the graph", single("TensorScatter", {"c": F4, "u": F4}, 24), computed_cache),
     Case(
         "rotary", "position_ids are int32",
         single("RotaryEmbedding", {"x": F4, "c": COS, "s": COS, "p": (T.INT32, (2, 5))}, 23),
