@@ -1,9 +1,8 @@
-"""What a config says, held to transformers: its classes' fields and defaults, the files that read them, rotary entries."""
+"""What a config says, held to transformers: fields of its classes, their defaults, what reads them, rotary entries."""
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import transformers
 from bridge.core.mappings import own_files, read_table
 from bridge.sources.configs.rope import rope_of
 from bridge.tables.architectures.arch import ArchTable, load_arch
-from bridge.tables.architectures.meaning import PARTIAL, as_read, listed, not_followed
+from bridge.tables.architectures.meaning import PARTIAL, as_read, listed, not_followed, shared
 
 TABLES = {path.stem: path for path in own_files("arch")}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -92,8 +91,8 @@ def test_a_key_that_no_code_reads_passes_and_one_that_is_read_does_not() -> None
     assert list(not_followed(rows, "LlamaForCausalLM", {"is_causal": False}, ("is_causal",))) == []
 
 
-def test_meanings_are_of_fields_that_a_table_has() -> None:
-    from bridge.tables.architectures.meaning import shared
-
-    fields = {field for path in TABLES.values() for field in table(read_table(Path(path)).words("architectures")[0]).computes}
-    assert set(shared().section("meaning")) == fields | {"is_causal"}
+def test_every_field_that_computes_has_a_meaning_and_no_other() -> None:
+    first = [read_table(path).words("architectures")[0] for path in TABLES.values()]
+    assert set(shared().section("meaning")) == {
+        field for architecture in first for field in table(architecture).computes
+    }
