@@ -110,4 +110,4 @@ def refuse_pointer(path: Path, head: bytes) -> None:
     if not head:
         raise SourceError(f"{path}: an empty file; get it again")
     if is_html(head):
-        raise SourceError(f"{path}: a web page instead of weights (a failed download?); download it again")
+        raise SourceError(f"{path}: a web page instead of weights (a failed download?); get it again")

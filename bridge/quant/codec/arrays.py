@@ -89,7 +89,7 @@ def check_finite(values: Array, name: str, what: str) -> None:
     raise SourceError(
         f"{name}: {counted} of {what}, {values.size:,} in all, the first is block "
         f"{tuple(int(i) for i in np.argwhere(bad)[0])}; such weights are refused, quantized or not: "
-        "repair the checkpoint, or download it again"
+        "repair the checkpoint, or get it again"
     )
 
 

@@ -58,7 +58,7 @@ class HfOptions:
         False, "fp8: a weight scale for each of q, k, v, gate, up, as ModelOpt writes; servers then quantize again"
     )
     tp: int = option(1, "ranks that will share each layer (tensor parallelism): only checked, files are the same")
-    dtype: str | None = option(None, "fp16, bf16, fp32: of tensors in the model's dtype, rounded first; default: it")
+    dtype: str | None = option(None, "fp16, bf16, fp32: round the model first; default: source's")
 
 
 class Hf(StreamedTarget):
