@@ -367,7 +367,7 @@ def _join_calibration(request: Request, workers: Workers) -> Report:
 def _partial_directory(request: Request, out: Path) -> Path:
     """Where a process that does not write keeps finished blocks: beside the output, or beside where it is made."""
     if request.out is None or not is_remote(request.out):
-        return work_directory(out.absolute())
+        return work_directory(out)
     from bridge.core.remote.upload import staging_path
 
     return staging_path(request.out).parent.with_suffix(".partial")

@@ -14,7 +14,7 @@ from bridge.core.text import byte_count, number
 from bridge.core.values import Structure, main_dtype
 from bridge.planning.contract_files import load_runtime, runtimes
 from bridge.planning.contracts import FUSED, Contract, Runtime, flag, verdict
-from bridge.planning.make import PlanInputs, incompatibilities, make_plan
+from bridge.planning.make import PlanInputs, check_weights, incompatibilities, make_plan
 from bridge.planning.memory import stream_memory
 from bridge.planning.passthrough import passthrough_scheme
 from bridge.planning.plan import Plan
@@ -300,5 +300,6 @@ def _plan_inputs(
 ) -> PlanInputs:
     """The inputs of a plan, with the target's options resolved for this model."""
     chosen = load_target(target)
+    check_weights(source.specs, structure, scheme)
     resolved = chosen.resolve(make_options(chosen, options), structure, scheme, source.specs)
     return PlanInputs(source, structure, chosen, scheme, resolved)

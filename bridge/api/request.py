@@ -261,8 +261,8 @@ def given_calibration(
 
     if (made_for := calib.provenance.model) and made_for != fingerprint(structure, source):
         raise CalibrationError(
-            f"the calibration was made for another model ({calib.provenance.architecture}): its tensors differ from "
-            f"those of {source.where} in name, shape or dtype; calibrate this model"
+            f"the tensors that the calibration was made for ({calib.provenance.architecture}) differ from those of "
+            f"{source.where} in name, shape or dtype; calibrate this model"
         )
     calib.require(formats, attention, scheme.kv)
     calib.check()

@@ -116,7 +116,7 @@ def listed(where: str, problems: Iterable[str]) -> SourceError:
 
 def not_finite(tensor: str) -> SourceError:
     """Return the error for a tensor that holds NaN or infinity."""
-    return SourceError(f"{tensor}: holds NaN or infinity; repair the checkpoint, or download it again")
+    return SourceError(f"{tensor}: holds NaN or infinity; repair the checkpoint, or get it again")
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

@@ -14,8 +14,8 @@ from typing import Any
 from bridge.core.errors import PlanError, SchemeError
 from bridge.core.output.names import WRITES
 from bridge.core.remote.path import memory_ahead
-from bridge.core.text import fold_layers, fold_problems
-from bridge.core.values import CACHE, Format, Structure
+from bridge.core.text import fold_layers, fold_problems, named
+from bridge.core.values import CACHE, Format, Structure, TensorSpec
 from bridge.planning.memory import working_set
 from bridge.planning.passthrough import REMEDY, PassthroughScheme, copied, passthrough_notes, ungrouped
 from bridge.planning.plan import PASSTHROUGH, STACKED, Plan, Step
@@ -47,6 +47,17 @@ class PlanInputs:
             for site in structure.sites
         ]
         return replace(self, structure=replace(structure, sites=tuple(sites)))
+
+
+def check_weights(specs: Mapping[str, TensorSpec], structure: Structure, scheme: Scheme | None) -> None:
+    """SchemeError for matrices in float64, which no scheme quantizes, before a target says which dtypes it has."""
+    weights = [site.weight for site in structure.sites if scheme and isinstance(scheme.format_of(site), Format)]
+    wide = [name for name in weights if (spec := specs.get(structure.tied.get(name, name))) and spec.dtype == "float64"]
+    if wide:
+        raise SchemeError(
+            f"{named(wide)}: in float64, which no scheme quantizes; convert the model to float32 "
+            "first, without a scheme: target='hf', dtype='fp32' (--target hf --dtype fp32)"
+        )
 
 
 def make_plan(inputs: PlanInputs) -> Plan:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import SourceError, UsageError
+from bridge.core.files.handles import dead_link
 from bridge.core.parsing.limited import load_json, parse_json
 
 # Fields that count or measure, in transformers' spellings; other fields may say "none" or "all" by -1.
@@ -89,6 +90,8 @@ def _class_of(model_type: Any) -> str:
 def config_file(root: Path) -> dict[str, Any] | None:
     """Return the content of a directory's config.json; None without one."""
     path = root / "config.json"
+    if dead := dead_link(path):
+        raise SourceError(f"config.json: {dead}; get the file again")
     return read_json(path) if path.is_file() else None
 
 

@@ -12,8 +12,10 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from bridge.core.files.handles import why_not_copied
 from bridge.core.files.span import Folder, Span
 from bridge.core.output.names import GENERATION, STEM
+from bridge.core.text import listed
 from bridge.sources.weights.containers import training
 from bridge.sources.weights.shards import Weights
 
@@ -60,7 +62,11 @@ def divide_files(
             states.setdefault(state, []).append(span.nbytes)
         elif span not in weights:
             rest[name] = span
-    chosen = tokenizer or {name: plain_name(name) for name in _tokenizer(rest)}
+    chosen = tokenizer or {name: plain_name(name) for name in _tokenizer({**rest, **folder.skipped})}
+    lost = {name: why for name, why in folder.skipped.items() if name in chosen or LICENCE.fullmatch(name)}
+    lost |= {name: why for name in chosen if name in rest and (why := why_not_copied(rest[name].path))}
+    if lost:
+        raise listed(folder.where, [f"{name}: {why}" for name, why in sorted(lost.items())])
     counts = Counter(chosen.values())
     copied: dict[str, Path | bytes] = {}
     dropped = dict(folder.skipped)
@@ -92,7 +98,7 @@ def _state(name: str) -> str:
     return next(folders, "")
 
 
-def _tokenizer(files: Mapping[str, Span]) -> set[str]:
+def _tokenizer(files: Iterable[str]) -> set[str]:
     """Return the tokenizer's files: those of the directory that has most of them, the upper one of two."""
     by_directory: dict[str, set[str]] = {}
     for name in files:
@@ -104,17 +110,21 @@ def _tokenizer(files: Mapping[str, Span]) -> set[str]:
 
 
 def plain_side_files(root: Path, weights: Weights) -> SideFiles:
-    """Divide the other files of a Hugging Face directory: all are copied but weights, models and links."""
-    copied: dict[str, Path | bytes] = {}
+    """Divide the other files of a Hugging Face directory: all are copied but weights, models and linked directories.
+
+    SourceError for a file that would be copied and cannot be.
+    """
+    copied: dict[str, Path] = {}
     dropped = dict(weights.ignored)
     stem, _, suffix = weights.files[0].name.rpartition(".")
-    used = {*(path.name for path in weights.files), f"{stem.split('-')[0]}.{suffix}.index.json"}
+    indexes = (f"{of}.{suffix}.index.json" for of in (stem.split("-")[0], "model", "pytorch_model"))
+    used = {*(path.relative_to(root).as_posix() for path in weights.files), *indexes}
     for name, path in _files_below(root, used, dropped, whole=False):
         if name.endswith(WEIGHT_ENDINGS):
             dropped[name] = "weights or training state that the checkpoint's index does not name"
         else:
             copied[name] = path
-    return SideFiles(copied, dropped)
+    return SideFiles(copied_files(copied, str(root)), dropped)
 
 
 def pipeline_side_files(root: Path, part: str) -> SideFiles:
@@ -122,7 +132,7 @@ def pipeline_side_files(root: Path, part: str) -> SideFiles:
 
     Of another part that has safetensors, weights of variants and of other formats are left behind.
     """
-    copied: dict[str, Path | bytes] = {}
+    copied: dict[str, Path] = {}
     dropped: dict[str, str] = {}
     for name, path in _files_below(root, {f"{part}/config.json"}, dropped, whole=True):
         if not path.name.endswith(WEIGHT_ENDINGS):
@@ -136,7 +146,14 @@ def pipeline_side_files(root: Path, part: str) -> SideFiles:
             copied[name] = path
         else:
             dropped[name] = "a variant of weights that are copied, or of another format"
-    return SideFiles(copied, dropped)
+    return SideFiles(copied_files(copied, str(root)), dropped)
+
+
+def copied_files(files: Mapping[str, Path], where: str) -> dict[str, Path | bytes]:
+    """Return files that are to be copied; SourceError names every one that cannot be."""
+    if lost := [f"{name}: {why}" for name, path in files.items() if (why := why_not_copied(path))]:
+        raise listed(where, lost)
+    return dict(files)
 
 
 def _plain_weights(name: str) -> bool:
@@ -156,10 +173,10 @@ def _files_below(
         name, path = left.pop()
         if path.name in BOOKKEEPING or name in omitted:
             continue
-        if path.is_symlink() and not path.is_file():  # following a link to a parent would never end
-            dropped[name] = "a link to a directory, or to nothing"
-        elif not path.is_dir():
+        if not path.is_dir():
             yield name, path
+        elif path.is_symlink():  # following one to a parent would never end
+            dropped[name] = "a link to a directory"
         elif not whole and _has_model(path):
             dropped[name + "/"] = "another model in a subdirectory"
         else:

@@ -87,7 +87,7 @@ def diffusion_weights(root: Path) -> str:
             f"only weights of the variant {', '.join(variants)} ({named(names)}); rename them to {STEM}.safetensors, "
             f"or load them with diffusers (variant={variants[0]!r}) and save the model without one"
         )
-    return f"no weights of a diffusers model: neither {STEM}*.safetensors nor {STEM}.bin; download it again"
+    return f"no weights of a diffusers model: neither {STEM}*.safetensors nor {STEM}.bin; get it again"
 
 
 def other_dialect(root: Path) -> str | None:

@@ -106,7 +106,7 @@ def finite_amax(bits: Array, spec: TensorSpec) -> float:
         amax = float(np.abs(bits).max(initial=0)) if spec.dtype == "float64" else 0.0
     if not np.isfinite(amax):
         raise SourceError(
-            f"{spec.name}: holds NaN or infinity; nothing was written. Repair the checkpoint, or download it again"
+            f"{spec.name}: holds NaN or infinity; nothing was written. Repair the checkpoint, or get it again"
         )
     return amax
 

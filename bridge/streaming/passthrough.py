@@ -29,7 +29,7 @@ from bridge.sources.source import Source
 from bridge.streaming.context import Sink
 
 E4M3_NAN = np.uint8(0x7F)  # with either sign
-REPAIR = "repair the checkpoint, or download it again; quant='none' refuses it as well"
+REPAIR = "repair the checkpoint, or get it again; quant='none' refuses it as well"
 
 
 def copy_step(step: Step, source: Source, sink: Sink) -> None:

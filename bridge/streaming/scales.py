@@ -51,7 +51,8 @@ def write_constants(step: Step, context: ConversionContext, buffers: Buffers, si
     if "zeros" in outputs:
         assert step.format
         zeros = outputs["zeros"].spec
-        constants["zeros"] = np.full(zeros.shape, zero_word(step.format.weight[0].dtype, step.coding.packed), np.int32)
+        added = int(step.coding.packed != "awq")  # GPTQ's readers add one, AutoAWQ's nothing
+        constants["zeros"] = np.full(zeros.shape, zero_word(step.format.weight[0].dtype, added), np.int32)
     if "order" in outputs:
         assert step.format
         (in_,) = outputs["order"].spec.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,18 @@ def config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | Non
         result.pop("quantization_config", None)
         result["quantization_config"] = quantization
     return json.dumps(result, indent=4).encode()
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config of the same model with weights in `dtype`, under the name that it has there; also of its parts."""
+    words = ("dtype", "torch_dtype")
+    result = {key: dtype if key in words and value is not None else value for key, value in config.items()}
+    result |= {key: with_dtype(value, dtype) for key, value in config.items() if _any_of(words, value)}
+    return result
+
+
+def _any_of(words: Collection[str], value: object) -> bool:
+    return isinstance(value, Mapping) and any(value.get(word) is not None for word in words)
 
 
 def generation_settings(files: Mapping[str, Path | bytes]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from bridge.core.output import journal
 from bridge.core.output.directory import check_disk, check_file_free, output_directory, partial_directory
 from bridge.core.output.names import CALIBRATION
 from bridge.core.output.replace import make_visible, work_directory
+from bridge.core.output.temporary import write_whole
 
 
 def names(path: Path) -> list[str]:
@@ -120,6 +121,29 @@ def test_an_existing_output_is_refused_unless_bridge_wrote_it_and_overwrite_is_a
         (work.directory / "new").write_text("1")
     assert names(tmp_path) == ["model"]
     assert names(out) == ["new"]
+
+
+def test_a_linked_output_is_replaced_where_the_link_leads(tmp_path: Path) -> None:
+    """A link to a larger disk: the work is done there, too, so that publishing is a rename."""
+    (tmp_path / "disk").mkdir()
+    out, real = tmp_path / "model", tmp_path / "disk" / "model-1"
+    out.symlink_to(Path("disk", "model-1"))
+    with pytest.raises(WriteError, match="a symbolic link to nothing"), output_directory(out, "a"):
+        pytest.fail("entered")
+    real.mkdir()
+    (real / "bridge.json").write_text("{}")
+    with output_directory(out, "a", overwrite=True) as work:
+        (work.directory / "new").write_text("1")
+        assert work.directory == tmp_path / "disk" / ".model-1.partial"
+    assert out.is_symlink() and names(real) == ["new"]
+    assert (names(tmp_path), names(tmp_path / "disk")) == (["disk", "model"], ["model-1"])
+
+
+def test_a_linked_file_is_written_where_the_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "a.toml").symlink_to(tmp_path / "disk" / "b.toml")
+    write_whole(tmp_path / "a.toml", b"1")
+    assert (tmp_path / "a.toml").is_symlink() and (tmp_path / "disk" / "b.toml").read_bytes() == b"1"
 
 
 def test_two_runs_into_one_directory_are_refused(tmp_path: Path) -> None:

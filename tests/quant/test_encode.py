@@ -274,7 +274,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(scheme: str, bad: float)
     bits, _ = source("float32")
     bits[300, 17] = bad
     kind = f"{'NaN' if math.isnan(bad) else 'infinity'} in 1 block of [^;]* in all"
-    remedy = "repair the checkpoint, or download it again$"
+    remedy = "repair the checkpoint, or get it again$"
     with pytest.raises(SourceError, match=f"model.layers.0.up_proj.weight: {kind}.*{remedy}"):
         encode(bits, "float32", SCHEMES[scheme], name="model.layers.0.up_proj.weight")
 

@@ -99,11 +99,37 @@ def test_another_model_below_is_dropped_by_name(single: Path) -> None:
 
 def test_links_to_directories_are_dropped_by_name_not_followed(single: Path) -> None:
     (single / "loop").symlink_to(single)
-    (single / "gone.json").symlink_to(single / "nowhere")
     (single / "license").symlink_to(single / "config.json")
     source = open_source(single)
-    assert set(source.dropped) == {"loop", "gone.json"}
+    assert dict(source.dropped) == {"loop": "a link to a directory"}
     assert set(source.side_files) == {"config.json", "license"}
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "1_Pooling/config.json", "config.json", "model.safetensors"])
+def test_a_link_to_nothing_is_refused_whatever_it_was(single: Path, name: str) -> None:
+    """A cache of the hub whose blobs are gone."""
+    (single / name).parent.mkdir(exist_ok=True)
+    (single / name).unlink(missing_ok=True)
+    (single / name).symlink_to("../blobs/12ab")
+    assert f"{name}: a link to ../blobs/12ab, which is not there; get the file again" in refusal(single)
+
+
+def test_pointers_instead_of_side_files_are_refused_together(single: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer.model"):
+        (single / name).write_text(LFS)
+    message = refusal(single)
+    assert message.count(": a Git-LFS pointer instead of the file; run `git lfs pull` in its directory") == 2
+
+
+@pytest.mark.parametrize("place", ["./", "weights/"])
+def test_the_index_may_name_files_of_subdirectories(single: Path, place: str) -> None:
+    """transformers joins the name to the directory."""
+    (single / place).mkdir(exist_ok=True)
+    (single / "model.safetensors").rename(single / place / "w.safetensors")
+    write_index(single, dict.fromkeys({**FIRST, **SECOND}, f"{place}w.safetensors"))
+    source = open_source(single)
+    assert all(np.array_equal(lazy(source, name).read(), array) for name, array in {**FIRST, **SECOND}.items())
+    assert not source.dropped and set(source.side_files) == {"config.json"}
 
 
 def test_fingerprint_follows_the_weights(single: Path) -> None:
@@ -222,7 +248,7 @@ def test_gap_in_the_numbers_without_index(sharded: Path) -> None:
 
 def test_tensor_of_the_index_that_no_shard_holds(sharded: Path) -> None:
     write_index(sharded, {**index_of(sharded), "model.norm": NAMES[0]})
-    assert f"{NAMES[0]}: lacks model.norm, which the index places there" in refusal(sharded)
+    assert f"{NAMES[0]}: lacks model.norm, which the index places there: they are not of one save" in refusal(sharded)
 
 
 def test_tensor_of_a_shard_that_the_index_lacks(sharded: Path) -> None:
@@ -263,8 +289,9 @@ def test_pointer_instead_of_the_index(sharded: Path) -> None:
         ("{", "no JSON with a weight_map"),
         ("{}", "no JSON with a weight_map"),
         ('{"weight_map": {"a": 1}}', "weight_map must map tensor names to file names"),
-        ('{"weight_map": {"a": "../model.safetensors"}}', "names files outside its directory: ../model.safetensors"),
-        ('{"weight_map": {"a": "/etc/passwd"}}', "names files outside its directory: /etc/passwd"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "names files by absolute paths or with '..': ../model"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "names files by absolute paths or with '..': /etc/passwd"),
+        ('{"weight_map": {"a": "."}}', "weight_map must map tensor names to file names"),
     ],
 )
 def test_broken_index(sharded: Path, content: str, reason: str) -> None:

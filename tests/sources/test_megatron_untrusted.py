@@ -29,7 +29,7 @@ def test_arguments_that_would_run_are_refused(tmp_path: Path) -> None:
     run = megatron_bridge(tmp_path, spelled(llama(), "megatron"))
     (run / "iter_0000100/run_config.yaml").unlink()
     torch.save({"args": Spy(tmp_path / "ran")}, run / "iter_0000100/common.pt")
-    assert "common.pt: the pickle asks for posix.mkdir, by which a file runs programs" in refusal(run, config=CONFIG)
+    assert "common.pt: the pickle asks for posix.mkdir, by which a file can run programs" in refusal(run, config=CONFIG)
     torch.save({"args": Namespace(num_layers=Namespace())}, run / "iter_0000100/common.pt")
     assert "common.pt: args.num_layers = {}: must be a whole number above zero" in refusal(run, config=CONFIG)
     assert not (tmp_path / "ran").exists()
@@ -40,7 +40,7 @@ def test_a_state_that_would_run_is_told_where_nothing_is_taken_from_it(tmp_path:
     torch.save({"args": Spy(tmp_path / "ran")}, run / "iter_0000100/common.pt")
     source = open_source(run)
     assert_same(source, llama())
-    assert "the pickle asks for posix.mkdir, by which a file runs programs" in source.dropped["common.pt"]
+    assert "the pickle asks for posix.mkdir, by which a file can run programs" in source.dropped["common.pt"]
     assert not (tmp_path / "ran").exists()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import cast
 
 from bridge.core.errors import SourceError
-from bridge.core.files.handles import identity, opened, read_at, refuse_pointer, size_of
+from bridge.core.files.handles import dead_link, identity, opened, read_at, refuse_pointer, size_of
 from bridge.core.files.span import Folder, Span, span_of
 from bridge.core.remote.path import remote
 from bridge.core.text import listed, named
@@ -49,7 +49,7 @@ def _directory(root: Path) -> Folder:
             path = below / name
             relative = path.relative_to(root).as_posix()
             if not path.is_file():
-                skipped[relative] = "a link to nothing" if path.is_symlink() else "not a regular file"
+                skipped[relative] = dead_link(path) or "not a regular file"
                 continue
             try:
                 files[relative] = span_of(path)

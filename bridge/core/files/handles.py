@@ -24,7 +24,8 @@ def open_file(path: Path) -> Handle:
             return far.handle()
         return os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     except OSError as error:
-        raise SourceError(f"{path}: cannot be opened: {error.strerror}") from error
+        why = f"{dead}; get the file again" if (dead := dead_link(path)) else f"cannot be opened: {error.strerror}"
+        raise SourceError(f"{path}: {why}") from error
 
 
 @contextmanager
@@ -81,11 +82,32 @@ def read_into(fd: Handle, out: np.ndarray, offset: int, path: Path) -> None:
         done += count
 
 
+def dead_link(path: Path) -> str:
+    """Say which file a link names that is not there; "" for anything else."""
+    return f"a link to {path.readlink()}, which is not there" if path.is_symlink() and not path.exists() else ""
+
+
+def why_not_copied(path: Path) -> str:
+    """Why a file beside weights cannot be copied: a link to nothing, a Git-LFS pointer, unreadable; "" if it can."""
+    if remote(path):
+        return ""
+    if dead := dead_link(path):
+        return f"{dead}; get the file again, or remove the link"
+    if not path.is_file():
+        return "not a regular file; remove it"
+    try:
+        with opened(path) as fd:
+            pointer = read_at(fd, len(LFS), 0, path) == LFS
+    except SourceError as error:
+        return str(error).removeprefix(f"{path}: ")
+    return "a Git-LFS pointer instead of the file; run `git lfs pull` in its directory" if pointer else ""
+
+
 def refuse_pointer(path: Path, head: bytes) -> None:
     """SourceError for files that often replace weights: a Git-LFS pointer, a web page, an empty file."""
     if head.startswith(LFS):
         raise SourceError(f"{path}: a Git-LFS pointer instead of weights; run `git lfs pull` in its directory")
     if not head:
-        raise SourceError(f"{path}: an empty file; download it again")
+        raise SourceError(f"{path}: an empty file; get it again")
     if is_html(head):
-        raise SourceError(f"{path}: a web page instead of weights (a failed download?); download it again")
+        raise SourceError(f"{path}: a web page instead of weights (a failed download?); get it again")

@@ -123,7 +123,7 @@ class _Reader:
     def take(self, size: int) -> bytes:
         data = self._file.read(size) if size <= self._nbytes - self.at else b""
         if len(data) < size:
-            raise SourceError(f"{self._where}: truncated inside its header; convert or download it again")
+            raise SourceError(f"{self._where}: truncated inside its header; convert or get it again")
         self.at += size
         return data
 

@@ -79,15 +79,29 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     return text.encode("latin1")
 
 
+def _bytes(*args: Any) -> bytes:
+    """Empty bytes, or those of a bytearray; a number would allocate as many."""
+    if args and not (len(args) == 1 and isinstance(args[0], bytes)):
+        raise SourceError("the pickle makes bytes of something else")
+    return args[0] if args else b""
+
+
+# How protocol 2, which torch.save writes, has bytes; empty ones are a call without arguments.
+_BYTES: dict[tuple[str, str], object] = {
+    ("_codecs", "encode"): Call(_encode),
+    **{(module, name): Call(_bytes) for module in ("__builtin__", "builtins") for name in ("bytes", "bytearray")},
+}
+
+
 def inert() -> Table:
     """Return a table in which every name becomes a record; new for each file, because it stores the names."""
     names = _Inert(WEIGHTS.names)
-    names["_codecs", "encode"] = Call(_encode)  # protocol 2 writes bytes with it
+    names.update(_BYTES)
     return Table(names, "which cannot be read as data")
 
 
 # Transformer Engine's `_extra_state` is among the weights of a rank: a BytesIO, which is not read.
 WEIGHTS_AND_EXTRA = Table(
-    {**WEIGHTS.names, ("_io", "BytesIO"): record_class("_io", "BytesIO"), ("_codecs", "encode"): Call(_encode)},
+    {**WEIGHTS.names, ("_io", "BytesIO"): record_class("_io", "BytesIO"), **_BYTES},
     WEIGHTS.refusal,
 )

@@ -68,7 +68,7 @@ def read_header(path: Path) -> Header:
         if size < 8 or length > size - 8:
             raise SourceError(
                 f"{path}: truncated, or not a safetensors file: {size} bytes, the header alone should take {length}; "
-                "download it again"
+                "get it again"
             )
         if length > MAX_HEADER:
             raise SourceError(f"{path}: header of {length} bytes; at most {MAX_HEADER} are allowed: not safetensors?")
@@ -114,7 +114,7 @@ def _parse(text: bytes, data: int, start: int) -> Header:
         end += entry.nbytes
     if end != start + data:
         what = "truncated" if end > start + data else "longer than its tensors"
-        raise SourceError(f"{what}: tensors take {end - start} bytes, the file holds {data}; download it again")
+        raise SourceError(f"{what}: tensors take {end - start} bytes, the file holds {data}; get it again")
     return Header({entry.spec.name: entry for entry in entries}, metadata)
 
 

@@ -131,7 +131,7 @@ class TorchFile(WeightFile):
             raise self._damaged(name)
 
     def _damaged(self, name: str) -> SourceError:
-        return SourceError(f"{self._name}: {name} does not match its checksum: the file is damaged; download it again")
+        return SourceError(f"{self._name}: {name} does not match its checksum: the file is damaged; get it again")
 
 
 def _entry(state: Any, within: str) -> Any:
@@ -200,7 +200,7 @@ def _open_legacy(span: Span, head: bytes, table: Table) -> Saved:
     if head[257:262] == b"ustar":
         raise SourceError("a tar file (torch < 0.2, or .nemo); save it again with a newer torch")
     if not head.startswith(b"\x80"):
-        raise SourceError("not a file of torch.save; download it again")
+        raise SourceError("not a file of torch.save; get it again")
     with span.path.open("rb") as stream:
         stream.seek(span.offset)
         bounded = Bounded(stream)
@@ -226,7 +226,7 @@ def _open_legacy(span: Span, head: bytes, table: Table) -> Saved:
             at += 8 + storage.nbytes
     if at != span.nbytes:
         what = "truncated" if at > span.nbytes else "longer than its tensors"
-        raise SourceError(f"{what}: the tensors end at byte {at}, the file at {span.nbytes}; download it again")
+        raise SourceError(f"{what}: the tensors end at byte {at}, the file at {span.nbytes}; get it again")
     if counts != [storages[shown(key)].numel for key in keys]:
-        raise SourceError("its storages have other sizes than its tensors say; download it again")
+        raise SourceError("its storages have other sizes than its tensors say; get it again")
     return Saved(span, value, places)

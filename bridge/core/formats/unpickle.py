@@ -21,7 +21,7 @@ _MODULES = (
     "webbrowser", "timeit", "pdb", "bdb", "commands",
 )  # fmt: skip
 _BUILTINS = ("eval", "exec", "compile", "__import__", "open", "input", "breakpoint")
-REFUSAL = "by which a file runs programs; nothing was run. Do not load it, and get the checkpoint from its maker"
+REFUSAL = "by which a file can run programs; nothing was run. Load it only if you trust who made it"
 
 MAX_DEPTH = 8  # tuples within tuples that may be a key: hashing recurses in C, where a million of them end the process
 MAX_PICKLE = 256 << 20  # bytes of a pickle; the largest of state dicts seen are some tens of megabytes
@@ -192,7 +192,7 @@ def _frozen(self: Any) -> None:
 
 
 def _refuse_bytearray(self: Any) -> NoReturn:
-    raise SourceError("the pickle holds a bytearray, which checkpoints never do")
+    raise SourceError("the pickle holds a bytearray, whose opcode is not read; save it with torch.save's own protocol")
 
 
 # `bytearray(n)` allocates before it reads: the one opcode that the bounded stream does not see.

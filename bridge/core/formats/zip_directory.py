@@ -56,7 +56,7 @@ def read_directory(ends: Ends) -> dict[str, Member]:
         tail = ends.at(tail_at, TAIL)
         at = tail.rfind(EOCD)
     if at < 0 or len(tail) < at + 22:
-        raise SourceError("truncated: the zip has no end record; download it again")
+        raise SourceError("truncated: the zip has no end record; get it again")
     disks, (count, length, start) = tail[at + 4 : at + 8], struct.unpack_from("<HII", tail, at + 10)
     if 0xFFFFFFFF in (length, start) or count == 0xFFFF:
         count, length, start = _zip64(ends, tail, at)
@@ -65,7 +65,7 @@ def read_directory(ends: Ends) -> dict[str, Member]:
     if count > MAX_MEMBERS:
         raise SourceError(f"the zip holds {count} members; at most {MAX_MEMBERS} are read: one for a tensor, and a few")
     if start + length > span.nbytes or length > MAX_PICKLE:
-        raise SourceError("truncated: the zip's directory lies outside the file; download it again")
+        raise SourceError("truncated: the zip's directory lies outside the file; get it again")
     table = ends.at(start, length)
     members: dict[str, Member] = {}
     at = 0
@@ -76,18 +76,18 @@ def read_directory(ends: Ends) -> dict[str, Member]:
                 raise SourceError(f"the zip holds {name} twice; save the file again")
             members[name] = member
     except (struct.error, UnicodeDecodeError) as error:
-        raise SourceError(f"the zip's directory is broken: {error}; download it again") from error
+        raise SourceError(f"the zip's directory is broken: {error}; get it again") from error
     return members
 
 
 def _zip64(ends: Ends, tail: bytes, end: int) -> tuple[int, int, int]:
     locator = end - 20
     if locator < 0 or tail[locator : locator + 4] != LOCATOR64:
-        raise SourceError("the zip's 64-bit end record is missing; download it again")
+        raise SourceError("the zip's 64-bit end record is missing; get it again")
     (at,) = struct.unpack_from("<Q", tail, locator + 8)
     record = ends.at(at, 56)
     if len(record) < 56 or record[:4] != EOCD64:
-        raise SourceError("the zip's 64-bit end record is broken; download it again")
+        raise SourceError("the zip's 64-bit end record is broken; get it again")
     count, length, start = struct.unpack_from("<QQQ", record, 32)
     return count, length, start
 
@@ -95,7 +95,7 @@ def _zip64(ends: Ends, tail: bytes, end: int) -> tuple[int, int, int]:
 def _central(ends: Ends, table: bytes, at: int) -> tuple[str, Member, int]:
     """Parse one entry of the central directory and the local header that it points to."""
     if table[at : at + 4] != CENTRAL:
-        raise SourceError("the zip's directory is broken; download it again")
+        raise SourceError("the zip's directory is broken; get it again")
     flags, method = struct.unpack_from("<HH", table, at + 8)
     crc, packed, nbytes, n_name, n_extra, n_comment = struct.unpack_from("<IIIHHH", table, at + 16)
     (header,) = struct.unpack_from("<I", table, at + 42)
@@ -106,13 +106,13 @@ def _central(ends: Ends, table: bytes, at: int) -> tuple[str, Member, int]:
     nbytes, packed, header = _wide(extra, [nbytes, packed, header])
     local = ends.at(header, 30 + n_name)
     if len(local) < 30 or local[:4] != LOCAL:
-        raise SourceError(f"truncated: {name} lies outside the file; download it again")
+        raise SourceError(f"truncated: {name} lies outside the file; get it again")
     local_name, local_extra = struct.unpack_from("<HH", local, 26)
     if local[30 : 30 + local_name] != table[at + 46 : at + 46 + n_name]:
         raise SourceError(f"{name} has another name in its local header, so that readers differ; save the file again")
     offset = header + 30 + local_name + local_extra
     if nbytes != packed or offset + nbytes > ends.span.nbytes:
-        raise SourceError(f"truncated: {name} lies outside the file; download it again")
+        raise SourceError(f"truncated: {name} lies outside the file; get it again")
     return name, Member(offset, nbytes, crc), at + 46 + n_name + n_extra + n_comment
 
 

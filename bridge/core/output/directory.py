@@ -24,7 +24,7 @@ from bridge.core.errors import UsageError, WriteError, disk_is_full, is_unreacha
 from bridge.core.output.journal import begin, busy, left, lock, remove_unbegun, valid_lines, void
 from bridge.core.output.names import CALIBRATING, CALIBRATION, JOURNAL, MANIFEST
 from bridge.core.output.replace import check_free, make_visible, recover, reserved, work_directory
-from bridge.core.output.temporary import run_despite_signal
+from bridge.core.output.temporary import real_path, run_despite_signal
 from bridge.core.text import size
 
 # The end of a message on unfinished work that is kept, by whether the run resumes.
@@ -94,7 +94,7 @@ def output_directory(
     """
     recover(out, mark)
     check_free(out, overwrite, mark)
-    out = out.absolute()
+    out = real_path(out)
     work = work_directory(out)
     with _owned(out, work) as journal:
         check_free(out, overwrite, mark)  # another run may have ended since

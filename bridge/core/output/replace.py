@@ -14,19 +14,20 @@ from bridge.core.addresses import check_length
 from bridge.core.errors import WriteError
 from bridge.core.output.journal import lock, read_record
 from bridge.core.output.names import JOURNAL, MANIFEST
-from bridge.core.output.temporary import run_despite_signal
+from bridge.core.output.temporary import real_path, run_despite_signal
 
 REPLACING = "pass overwrite=True (--overwrite)"  # how a caller replaces an output
 
 
 def work_directory(out: Path) -> Path:
-    """Return the hidden directory in which `out` is built."""
+    """Return the hidden directory in which `out` is built, on the disk of the directory that a link names."""
+    out = real_path(out)
     return out.parent / f".{out.name}.partial"
 
 
 def reserved(out: Path) -> int:
     """Return the bytes on disk of an unfinished run of `out`."""
-    work = work_directory(out.absolute())
+    work = work_directory(out)
     return sum(path.stat().st_blocks * 512 for path in work.glob("**/*") if path.is_file())
 
 
@@ -36,7 +37,7 @@ def check_free(out: Path, overwrite: bool, mark: str = MANIFEST, replacing: str 
     `replacing`: how the caller replaces it, for the message.
     """
     check_length(out)
-    check_length(work_directory(out.absolute()))
+    check_length(work_directory(out))
     if out.is_symlink() and not out.exists():
         raise WriteError(f"{out} is a symbolic link to nothing; remove it, or choose another directory")
     if out.exists() and not overwrite:
@@ -78,7 +79,8 @@ def recover(out: Path, mark: str = MANIFEST) -> None:
 
     Call it before an existing output is refused or read; a running process does this by itself.
     """
-    out, work = out.absolute(), work_directory(out.absolute())
+    out = real_path(out)
+    work = work_directory(out)
     with suppress(OSError, ValueError, WriteError):  # a journal that is not text belongs to no run
         if (out / mark).exists():
             with (out / JOURNAL).open("r+") as journal:

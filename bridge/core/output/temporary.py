@@ -39,12 +39,18 @@ def temporary_directory(parent: str | Path | None = None) -> Iterator[Path]:
             os.close(fd)
 
 
+def real_path(path: Path) -> Path:
+    """The absolute path of an output; of a link, that of what it names: a rename would replace the link itself."""
+    return path.resolve() if path.is_symlink() else path.absolute()
+
+
 def write_whole(path: Path, data: bytes | memoryview | Iterator[bytes], partial: str = "") -> None:
     """Write a file under another name, then rename it: a reader sees the old or the whole new file.
 
     `data`: an iterator yields it in pieces. `partial`: the other name, if only one run writes at a time; by default it
     has the process id.
     """
+    path = real_path(path)
     beside = path.with_name(partial or f".{path.name}.{os.getpid()}.partial")
     try:
         with beside.open("wb") as file:

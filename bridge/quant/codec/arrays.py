@@ -89,7 +89,7 @@ def check_finite(values: Array, name: str, what: str) -> None:
     raise SourceError(
         f"{name}: {counted} of {what}, {values.size:,} in all, the first is block "
         f"{tuple(int(i) for i in np.argwhere(bad)[0])}; such weights are refused, quantized or not: "
-        "repair the checkpoint, or download it again"
+        "repair the checkpoint, or get it again"
     )
 
 
@@ -101,6 +101,9 @@ def check_fits(bits: Array, dtype: str, name: str) -> None:
 
 def cast(bits: Array, dtype: str, to: str) -> Array:
     """Round a storage array to another float dtype, to nearest, ties to even; NaN stays NaN."""
+    if dtype == "float64":  # as torch does, which rounds twice for halves
+        with np.errstate(over="ignore"):
+            bits, dtype = bits.astype(np.float32), "float32"
     if dtype == to:
         return bits
     flat = words(bits, dtype).reshape(-1)

@@ -102,9 +102,8 @@ def words_by_row(stored: Array, dtype: str, packed: str) -> Array:
     return _words(codes, dtype, fresh)
 
 
-def zero_word(dtype: str, packed: str) -> np.int32:
-    """A word of the zero points of symmetric codes: half of their range; GPTQ's readers add one to what is stored."""
-    half = 8 if dtype == "int4" else 128
-    zero = half if packed == "awq" else half - 1
+def zero_word(dtype: str, added: int) -> np.int32:
+    """A word of the zero points of symmetric codes, half of their range less `added`: what readers add to them."""
+    zero = (8 if dtype == "int4" else 128) - added
     byte = zero * 17 if dtype == "int4" else zero
     return np.int32(int.from_bytes(bytes([byte]) * 4, "little", signed=True))

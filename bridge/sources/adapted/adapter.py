@@ -14,12 +14,13 @@ import numpy as np
 
 from bridge.core.dtypes import FLOATS
 from bridge.core.errors import SourceError, collected
+from bridge.core.files.handles import dead_link
 from bridge.core.formats.safetensors import layout
 from bridge.core.text import listed, named
 from bridge.core.values import TensorSpec
 from bridge.sources.adapted.settings import CONFIG, Settings, settings_of
 from bridge.sources.config_json import read_json
-from bridge.sources.side_files import OWN_TOKENIZER
+from bridge.sources.side_files import OWN_TOKENIZER, copied_files
 from bridge.sources.weights.shards import open_weights
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -68,9 +69,9 @@ def open_adapter(root: Path, where: str) -> Adapter:
     """Open a directory with adapter_config.json; SourceError lists all that is wrong with it."""
     content = read_json(root / CONFIG, f"{where}/{CONFIG}")
     settings, problems = settings_of(content)
-    name = next((name for name in WEIGHTS if (root / name).is_file()), "")
+    name = next((name for name in WEIGHTS if (root / name).is_file() or dead_link(root / name)), "")
     if not name:
-        problems.append(f"no weights: {' or '.join(WEIGHTS)} is missing; download or save the adapter again")
+        problems.append(f"no weights: {' or '.join(WEIGHTS)} is missing; get or save the adapter again")
     file = None
     if name:
         with collected(problems, where):
@@ -84,7 +85,9 @@ def open_adapter(root: Path, where: str) -> Adapter:
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
     digest.update(repr((name, stat.st_size, stat.st_mtime_ns, sorted(file.specs))).encode())
     stored = {plain: stored for stored, plain in zip(file.specs, specs, strict=True)}
-    tokenizer = {name: root / name for name in OWN_TOKENIZER if (root / name).is_file()}
+    tokenizer = copied_files(
+        {name: path for name in OWN_TOKENIZER if (path := root / name).is_file() or dead_link(path)}, where
+    )
     return Adapter(
         where, _name(where), settings, specs, lambda name: file.read(stored[name]),
         lambda name, begin, end: file.read_rows(stored[name], begin, end), digest.hexdigest(), root=root,

@@ -1,7 +1,8 @@
 """AutoAWQ and GPTQ: integer codes in 32-bit words, stored [in, out].
 
 They are shown to the other readers as compressed-tensors stores them, [out, in]: reading any row reads the whole
-tensor. Asymmetric weights and activation order are refused; whether zero points are symmetric is read when it opens.
+tensor. Asymmetric weights and activation order are refused: zero points and orders are read when it opens, since what
+the config says of them (`sym`, `desc_act`) does not decide it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 NAMES = dict(zip(("codes", "zeros", "scale", "order"), SUFFIXES, strict=True))
 DTYPES = {4: "int4", 8: "int8"}
 HELD = 4  # turned tensors that are kept: codes and scales of a weight, for two threads
+FORMS = {"gptq": 1, "gptq_v2": 0}  # `checkpoint_format` -> what GPTQ's readers add to a stored zero point
 REMEDY = "every format here is symmetric; quantize the unquantized model again"
 
 
@@ -71,7 +73,7 @@ class Turned:
 def tensors_of(section: Mapping[str, Any], method: str, weights: Weights, dtype: str) -> QuantizedTensors:
     """Give every module its parts, of weights in `dtype`."""
     numeric = _numeric(section, method)
-    shown, refused = _shown(weights, numeric, method) if isinstance(numeric, Numeric) else (weights, {})
+    shown, refused = _shown(weights, numeric, section, method) if isinstance(numeric, Numeric) else (weights, {})
     tensors = take(Words(section, method, refused), shown, dtype)
     across = {
         module: dataclasses.replace(stored, spec=dataclasses.replace(stored.spec, across=True))
@@ -86,10 +88,8 @@ def _numeric(section: Mapping[str, Any], method: str) -> Numeric | str:
     size = words.whole(section.get("group_size", section.get("q_group_size")), f"{where}: group_size", 128)
     if bits not in ((4,) if method == "awq" else DTYPES):
         return f"{bits} bits of {method} are not supported; known: 4{'' if method == 'awq' else ' or 8'}"
-    if method == "gptq" and not section.get("sym", True):
-        return f"asymmetric (sym is false), and {REMEDY}"
-    if section.get("desc_act"):
-        return "its columns are permuted (desc_act), which no target supports"
+    if method == "gptq" and _form(section) not in FORMS:
+        return f"checkpoint_format {section['checkpoint_format']!r} is not supported; known: {', '.join(FORMS)}"
     if str(section.get("version", "gemm")).lower() != "gemm":
         return f"version {section['version']!r} of AutoAWQ is not supported; known: gemm"
     if size <= 0:
@@ -97,7 +97,14 @@ def _numeric(section: Mapping[str, Any], method: str) -> Numeric | str:
     return Numeric(DTYPES[bits], "block", (size,))
 
 
-def _shown(weights: Weights, numeric: Numeric, method: str) -> tuple[Weights, dict[str, str]]:
+def _form(section: Mapping[str, Any]) -> str:
+    """The name of GPTQ's checkpoint format; the first one where none is given, as gptqmodel takes it."""
+    return str(section.get("checkpoint_format") or "gptq")
+
+
+def _shown(
+    weights: Weights, numeric: Numeric, section: Mapping[str, Any], method: str
+) -> tuple[Weights, dict[str, str]]:
     """The weights with words and scales as [out, in], and the modules that cannot be."""
     specs, holder = dict(weights.specs), dict(weights.holder)
     refused: dict[str, str] = {}
@@ -106,8 +113,8 @@ def _shown(weights: Weights, numeric: Numeric, method: str) -> tuple[Weights, di
     for name in [name for name in specs if name.endswith(".qweight")]:
         module = name.removesuffix(".qweight")
         own = {suffix: weights.specs.get(f"{module}.{suffix}") for suffix in SUFFIXES}
-        refused |= _misfit(module, own, numeric, packed, weights)
-        if module in refused:
+        if why := _misfit(own, numeric, section, packed, weights):
+            refused[module] = why
             continue
         for suffix in ("qweight", "scales"):
             before = own[suffix]
@@ -119,22 +126,45 @@ def _shown(weights: Weights, numeric: Numeric, method: str) -> tuple[Weights, di
 
 
 def _misfit(
-    module: str, own: Mapping[str, TensorSpec | None], numeric: Numeric, packed: str, weights: Weights
-) -> dict[str, str]:
+    own: Mapping[str, TensorSpec | None], numeric: Numeric, section: Mapping[str, Any], packed: str, weights: Weights
+) -> str:
+    """Why the tensors of a module cannot be read; "" if they can."""
     codes, scale, zeros, order = own["qweight"], own["scales"], own["qzeros"], own["g_idx"]
     if codes is None or scale is None or len(codes.shape) != 2 or codes.dtype != "int32" or len(scale.shape) != 2:
-        return {module: "qweight must be int32 [.., ..], and scales a matrix beside it"}
+        return "qweight must be int32 [.., ..], and scales a matrix beside it"
     in_ = codes.shape[0] * (1 if packed == "awq" else IN_INT32[numeric.dtype])
-    if zeros is not None:
-        from bridge.quant.codec.packing import zero_word
-
-        if zeros.dtype != "int32" or (weights.read(zeros.name) != zero_word(numeric.dtype, packed)).any():
-            return {module: f"asymmetric: its zero points (qzeros) are not the middle of the range, and {REMEDY}"}
+    if zeros is not None and (why := _zeros(zeros, numeric, section, packed, weights)):
+        return why
+    if zeros is None and packed != "awq" and not section.get("sym", True):
+        return "sym is false in quantization_config, but its zero points (qzeros) are missing"
     if order is not None:
         block = (numeric.block or (in_,))[0]
-        if order.shape != (in_,) or (weights.read(order.name) != np.arange(in_) // block).any():
-            return {module: "its columns are permuted (activation order: g_idx), which no target supports"}
-    return {}
+        if order.shape != (in_,):
+            return f"g_idx has shape {order.shape}, but its weight has {in_} columns"
+        if (weights.read(order.name) != np.arange(in_) // block).any():
+            return "its columns are permuted (activation order: g_idx), which no target supports"
+    elif section.get("desc_act") and numeric.block:
+        return "its columns may be permuted (desc_act is true), and no g_idx says in which order"
+    return ""
+
+
+def _zeros(zeros: TensorSpec, numeric: Numeric, section: Mapping[str, Any], packed: str, weights: Weights) -> str:
+    """Why the zero points of a module are not those of symmetric codes; "" if they are."""
+    from bridge.quant.codec.packing import zero_word
+
+    if zeros.dtype != "int32":
+        return f"qzeros must be int32, but is {zeros.dtype}"
+    stored, form = weights.read(zeros.name), _form(section)
+    added = 0 if packed == "awq" else FORMS[form]
+    if (stored == zero_word(numeric.dtype, added)).all():
+        return ""
+    other = next((name for name in FORMS if (stored == zero_word(numeric.dtype, FORMS[name])).all()), "")
+    if packed != "awq" and other:
+        return (
+            f"its zero points (qzeros) are the middle of the range in checkpoint_format {other!r}, not in {form!r}, "
+            f"which quantization_config names; if {other!r} is right, write it there"
+        )
+    return f"asymmetric: its zero points (qzeros) are not the middle of the range, and {REMEDY}"
 
 
 def _by_row(shape: tuple[int, ...], numeric: Numeric, packed: str) -> tuple[int, int]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
 from bridge.core.errors import collected
+from bridge.core.files.handles import dead_link
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.formats.weight_file import WeightFile
 from bridge.core.parsing.limited import load_json
@@ -76,7 +77,7 @@ def find_weights(root: Path, others: Container[str] = (), stem: str = "") -> Wei
 
     `stem`: what the names of files of both kinds begin with; "" for those of transformers.
     """
-    names = sorted(path.name for path in root.iterdir() if path.is_file())
+    names = sorted(path.name for path in root.iterdir() if path.is_file() or dead_link(path))
     stems = (stem, stem) if stem else ("model", "pytorch_model")
     choice = _choose(root, names, stems[0], "safetensors") or _choose(root, names, stems[1], "bin")
     choice = choice or _Choice(tuple(name for name in names if name in others), None)
@@ -86,7 +87,7 @@ def find_weights(root: Path, others: Container[str] = (), stem: str = "") -> Wei
     shards: list[WeightFile] = []
     for name in choice.files:
         if name not in names and not (root / name).is_file():
-            problems.append(f"{name}: missing, though the index names it; download it again")
+            problems.append(f"{name}: missing, though the index names it; get it again")
             continue
         with collected(problems, str(root)):
             shards.append(open_weights(root / name))
@@ -96,7 +97,7 @@ def find_weights(root: Path, others: Container[str] = (), stem: str = "") -> Wei
             problems.append(f"{shard.path.name}: {twice}")
         holder.update((name, shard) for name in shard.specs)
     if choice.weight_map is not None:
-        problems += _against_index(choice.weight_map, shards)
+        problems += _against_index(choice.weight_map, root, shards)
     ordered = sorted(holder, key=natural)
     specs = {name: holder[name].specs[name] for name in ordered}
     files = tuple(root / name for name in choice.files)
@@ -136,7 +137,7 @@ def _choose(root: Path, names: list[str], stem: str, suffix: str) -> _Choice | N
         want = {f"{stem}-{n:05}-of-{total:05}.{suffix}" for total in totals for n in range(1, total + 1)}
         absent = sorted(want - set(files)) if all(len(m[1]) == 5 for _, m in numbered) else []
         if absent:
-            problems.append(f"{named(absent)}: missing, as the numbers of the others say; download again")
+            problems.append(f"{named(absent)}: missing, as the numbers of the others say; get them again")
         return _Choice(tuple(files), None, tuple(problems))
     if single in names:
         return _Choice((single,), None)
@@ -158,31 +159,36 @@ def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:
         with path.open("rb") as file:
             head = file.read(100)
         why = f" ({error})" if isinstance(error, ValueError) else ""
-        what = f"no JSON with a weight_map{why}; download it again"
+        what = f"no JSON with a weight_map{why}; get it again"
         what = "a Git-LFS pointer; run `git lfs pull`" if b"git-lfs" in head else what
         return {}, [f"{path.name}: {what}"]
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         return {}, [f"{path.name}: weight_map must map tensor names to file names"]
-    outside = sorted({value for value in found.values() if Path(value).name != value or value in ("", ".", "..")})
-    if outside:
-        return {}, [f"{path.name}: names files outside its directory: {named(outside)}"]
-    long = sorted({value[:MAX_NAME] for value in found.values() if len(value) > MAX_NAME})
+    inside = {value: PurePosixPath(value) for value in set(found.values())}
+    if not all(path.parts for path in inside.values()):
+        return {}, [f"{path.name}: weight_map must map tensor names to file names"]
+    if elsewhere := sorted(value for value, at in inside.items() if at.is_absolute() or ".." in at.parts):
+        what = f"names files by absolute paths or with '..': {named(elsewhere)}"
+        return {}, [f"{path.name}: {what}; only files in its directory and below are read"]
+    long = sorted(value[:MAX_NAME] for value, at in inside.items() if max(map(len, at.parts)) > MAX_NAME)
     if long or not found:
         what = f"names files that no directory has: {named(long)}..." if long else "weight_map is empty"
-        return {}, [f"{path.name}: {what}; download it again"]
-    return found, []
+        return {}, [f"{path.name}: {what}; get it again"]
+    return {name: str(inside[value]) for name, value in found.items()}, []
 
 
-def _against_index(weight_map: dict[str, str], shards: Iterable[WeightFile]) -> list[str]:
+def _against_index(weight_map: dict[str, str], root: Path, shards: Iterable[WeightFile]) -> list[str]:
     problems = []
     promised: dict[str, set[str]] = {}
     for name, value in weight_map.items():
         promised.setdefault(value, set()).add(name)
     for shard in shards:
-        file = shard.path.name
+        file = shard.path.relative_to(root).as_posix()
         absent, extra = promised[file] - shard.specs.keys(), shard.specs.keys() - promised[file]
         if absent:
-            problems.append(f"{file}: lacks {named(absent)}, which the index places there; download it again")
+            problems.append(f"{file}: lacks {named(absent)}, which the index places there: they are not of one save")
         if extra:
-            problems.append(f"{file}: holds {named(extra)}, which the index does not place there; rewrite the index")
+            problems.append(
+                f"{file}: holds {named(extra)}, which the index does not place there: they are not of one save"
+            )
     return problems

@@ -13,7 +13,7 @@ from bridge.core.text import nearest
 from bridge.core.values import Format, Numeric, Structure
 from bridge.planning.plan import Plan
 from bridge.targets.checkpoint import StreamedTarget
-from bridge.targets.config_json import config_json
+from bridge.targets.config_json import config_json, with_dtype
 
 HELP = "fp16, bf16, fp32 of all weights; default: each its own"
 
@@ -77,5 +77,4 @@ class DcpTarget(StreamedTarget):
 def written_config(plan: Plan, config: Mapping[str, Any]) -> bytes:
     """The source's config.json, with the dtype of the weights if one was requested."""
     chosen = plan.options["dtype"]
-    kept = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype") or not chosen}
-    return config_json(kept | ({"dtype": chosen} if chosen else {}), None, False)
+    return config_json(with_dtype({"dtype": chosen, **config}, chosen) if chosen else config, None, False)

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.errors import UsageError
 from bridge.core.output.names import GENERATION, STEM
 from bridge.core.text import byte_count, fold_problems, nearest
-from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec
+from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec, main_dtype
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
+from bridge.sources.configs.diffusion import is_diffusion
 from bridge.targets.checkpoint import StreamedTarget, check_ranks, float_dtype, option, write_checkpoint
-from bridge.targets.config_json import generation_config, generation_problems
+from bridge.targets.config_json import generation_config, generation_problems, with_dtype
 from bridge.targets.hf.shards import index, names_of
 from bridge.targets.hf.spelling import SPELLINGS, spelling
 from bridge.targets.hf.steps import Drafting
@@ -57,7 +58,7 @@ class HfOptions:
         False, "fp8: a weight scale for each of q, k, v, gate, up, as ModelOpt writes; servers then quantize again"
     )
     tp: int = option(1, "ranks that will share each layer (tensor parallelism): only checked, files are the same")
-    dtype: str | None = option(None, "fp16, bf16, fp32: round weights first; default: source's")
+    dtype: str | None = option(None, "fp16, bf16, fp32: round the model first; default: source's")
 
 
 class Hf(StreamedTarget):
@@ -173,7 +174,10 @@ class Hf(StreamedTarget):
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         plan, source = context.plan, context.source
         names = names_of(plan.files)
-        files = spelling(plan.options["format"]).config_files(plan, source.config)
+        config, dtype = source.config, plan.options["dtype"]
+        if dtype != main_dtype(plan.sources.values()):
+            config = with_dtype({"dtype": dtype, **config} if not is_diffusion(config) else config, dtype)
+        files = spelling(plan.options["format"]).config_files(plan, config)
         files = {names.at(name): content for name, content in files.items()}
         if len(plan.files) > 1:
             files[names.index] = index(plan.files, sum(o.spec.size for o in plan.outputs if o.part == "weight"))

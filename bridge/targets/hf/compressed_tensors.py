@@ -85,7 +85,7 @@ def coding(format_: Format, site: Site, dtype: str, export: str) -> Encoding:
         cast=export if export != dtype else "",
         packed="int32" if compression(format_) == "pack-quantized" else "in",
         quotient="weight" if first.scale_dtype == "float32" else "float32",
-        scale_dtype=dtype,
+        scale_dtype=export,
         bound=0.0 if settled else BOUNDS.get(first.dtype, 0.0),
         reciprocal=first.scale_dtype == NV,
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from bridge.core.dtypes import DTYPES
 from bridge.core.text import byte_count, fold_problems, grouped, pattern
-from bridge.core.values import Format, Numeric, Site, Slice, TensorSpec
+from bridge.core.values import Format, Numeric, Site, Slice, TensorSpec, main_dtype
 from bridge.planning.joined_and_cut import MIN_GROUP, OWN_SCALES_NOTE, block_of, fused_with, is_refit
 from bridge.planning.plan import PASSTHROUGH, Output, Step
 from bridge.planning.target import Draft, Drafted
@@ -50,6 +50,7 @@ class Drafting:
         self._groups = {module: group for group in self._folding.groups for module in group.modules}
         self._folded = self._folding.norms
         self._routers = routers(draft.specs)
+        self._main = main_dtype(draft.specs.values())
 
     def drafted(self) -> Drafted:
         """Make the steps, with outputs assigned to files, and collect every problem."""
@@ -58,6 +59,7 @@ class Drafting:
         self._drafted.notes += self._folding.notes()
         if self._draft.options.own_scales and not any(map(is_refit, self._formats.values())):
             self._drafted.notes.append(OWN_SCALES_NOTE)
+        self._drafted.notes += self._own_dtypes()
         self._drafted.problems += self._experts.problems
         self._drafted.notes += self._experts.notes
         steps = [step for name in self._order() for step in self._steps(name)]
@@ -87,6 +89,21 @@ class Drafting:
             for members in grouped(modules, block_of):
                 if len({module in self._formats for module in members}) > 1:
                     yield from ((module, MIXED) for module in members)
+
+    def _own_dtypes(self) -> list[str]:
+        """A note on tensors that do not get the dtype that was asked for, since they have another than the model's."""
+        kept = [spec for spec, site in self._copied.values() if self._is_apart(spec, site)]
+        return fold_problems([(spec.name, f"stays {spec.dtype}, unlike the rest of the model") for spec in kept])
+
+    def _is_apart(self, spec: TensorSpec, site: Site | None) -> bool:
+        """Whether an unquantized tensor keeps a float dtype that is not the one asked for: routers have float32."""
+        quantized = site is not None and site.module in self._formats
+        apart = DTYPES[spec.dtype].floating and spec.dtype not in (self._main, self._asked)
+        return self._asked != self._main and apart and not quantized
+
+    @property
+    def _asked(self) -> str:
+        return self._draft.options.dtype or self._main
 
     def _ungrouped(self) -> Iterator[tuple[str, str]]:
         """Modules that would share scales if it were known with which others; experts never share any.
@@ -154,8 +171,8 @@ class Drafting:
         refits = is_refit(format_) and not self._draft.options.own_scales
         fused = fused_with(site.module, group.modules, self._formats) if refits and group else ()
         folded = site.module in self._folding.feeds or bool(group and self._folded.get(group.norm) is group)
-        parts = self._spelling.parts(format_, site, shape, spec.dtype, folded)
-        coding = self._spelling.coding(format_, site, spec.dtype, self._draft.options.dtype or spec.dtype)
+        parts = self._spelling.parts(format_, site, shape, self._asked, folded)
+        coding = self._spelling.coding(format_, site, spec.dtype, self._asked)
         if unified and all(_one_tile(format_, self._shapes[module]) for module in unified):
             # ModelOpt shares weight amax of one element
             format_ = replace(format_, weight=(Numeric(format_.weight[0].dtype, "tensor"),))
@@ -189,9 +206,11 @@ class Drafting:
         feeds = self._folding.feeds_at(module) if spec.name.endswith((".weight", ".bias")) else ()
         feeds = tuple(feed for feed in feeds if feed.writer == module)
         text = f"{spec.name} * pre_quant_scale" if group or feeds else spec.name
+        written = replace(spec, dtype=self._asked) if spec.dtype == self._main else spec
+        text = text if written == spec else f"cast({text}, {written.dtype})"
         return Step(
             (Slice(spec.name),),
-            (Output(spec, "weight", text),),
+            (Output(written, "weight", text),),
             site,
             kept=kept,
             folded=group.modules if group else (),

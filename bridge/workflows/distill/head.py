@@ -70,7 +70,7 @@ class SplitModel:
         with torch.no_grad():
             whole = self.model(**batch).logits[0]
             if not bool(whole.isfinite().all()):
-                return "its logits are NaN or infinite; repair its weights, or download them again"
+                return "its logits are NaN or infinite; repair its weights, or get them again"
             try:
                 trunk = self.trunk(batch)
                 parts = self.logits(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +18,9 @@ from bridge.quant.codec.decode import as_floats
 from bridge.verification.outputs import relative_l2
 from bridge.workflows.golden.store import Key, Origin, Reference, Snapshot, Statistics, Tensor
 
-IN_HEADER = ("layout", "missing", "added")  # kinds of moves that also change the header of a file
+IN_HEADER = ("layout", "missing", "added", "renamed")  # kinds of moves that also change the header of a file
 
-ORDER = ("plan", "file", "missing", "added", "layout", "scales", "codes", "weights", "made", "outputs")
+ORDER = ("plan", "file", "missing", "added", "renamed", "layout", "scales", "codes", "weights", "made", "outputs")
 MAX_OUTPUTS = 4  # inner values and outputs that are shown; the first that moved shows where it began
 StatisticsOf = Callable[[Iterable[Key]], dict[Key, Statistics]]  # the statistics of some tensors of a snapshot
 
@@ -42,7 +43,7 @@ class Measure:
 @dataclass(frozen=True)
 class Difference:
     """One difference. `kind`: "codes", "scales", "weights" (values of a tensor), "layout" (shape, dtype, file, order),
-    "missing", "added", "made" (only expression, format or row), "file", "plan", "outputs".
+    "missing", "added", "renamed" (the same bytes), "made" (only expression, format or row), "file", "plan", "outputs".
     """
 
     kind: str
@@ -91,8 +92,10 @@ class Differences:
 def compare(before: Snapshot, after: Snapshot, of_before: StatisticsOf, of_after: StatisticsOf) -> list[Difference]:
     """All differences in bytes, layout or plan: the plan first, then files, then tensors."""
     pairs, missing, added = _paired(before, after)
+    renamed, missing, added = _renamed(missing, added)
     moves = [_unpaired("missing", before, tensor, "is no longer written") for tensor in missing]
     moves += [_unpaired("added", after, tensor, "was not written before") for tensor in added]
+    moves += [_of_tensor("renamed", before, after, one, other, _new_name(one, other)) for one, other in renamed]
     differing = {a.key: b.key for a, b in pairs if a.hash != b.hash and (a.shape, a.dtype) == (b.shape, b.dtype)}
     known = of_before(differing), of_after(differing.values())
     for one, other in pairs:
@@ -132,6 +135,28 @@ def _paired(before: Snapshot, after: Snapshot) -> tuple[list[tuple[Tensor, Tenso
     moved = {name: tensor for name, tensor in _by_unique_name(gone).items() if name in elsewhere}
     pairs += [(tensor, elsewhere[name]) for name, tensor in moved.items()]
     return pairs, [t for t in gone if t.name not in moved], [t for t in new if t.name not in moved]
+
+
+def _renamed(gone: list[Tensor], new: list[Tensor]) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor], list[Tensor]]:
+    """Tensors of more than one value with the same bytes under another name, in the order of the names; then the rest.
+
+    As many must be gone as are new: else any of them may be the copy.
+    """
+
+    def content(tensor: Tensor) -> tuple[str, str, tuple[int, ...]]:
+        return tensor.hash, tensor.dtype, tensor.shape
+
+    before, after = ({content(group[0]): group for group in grouped(side, content)} for side in (gone, new))
+    same = [(one, after[key]) for key, one in before.items() if key in after and math.prod(key[2]) > 1]
+    pairs = [pair for one, other in same if len(one) == len(other) for pair in zip(one, other, strict=True)]
+    taken = {tensor.key for pair in pairs for tensor in pair}
+    return pairs, [t for t in gone if t.key not in taken], [t for t in new if t.key not in taken]
+
+
+def _new_name(one: Tensor, other: Tensor) -> str:
+    """The new name in words, without layers' numbers if these stay, so that layers fold."""
+    name = pattern(other.name) if pattern(one.name) != pattern(other.name) else other.name
+    return f"is now {name}" + f", file {one.file} -> {other.file}" * (one.file != other.file)
 
 
 def _by_unique_name(tensors: Iterable[Tensor]) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ def test_a_tag_is_a_word(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("text", PROGRAMS)
 def test_what_runs_programs_is_told_wherever_it_stands(text: str) -> None:
-    with pytest.raises(SourceError, match=f"asks for {PROGRAMS[text]} in line 2, by which a file runs programs"):
+    with pytest.raises(SourceError, match=f"asks for {PROGRAMS[text]} in line 2, by which a file can run programs"):
         read_yaml(f"a: 1\nb: [{text}]", "x.yaml")
 
 

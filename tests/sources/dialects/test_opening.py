@@ -84,7 +84,9 @@ def test_the_state_of_an_unknown_module_is_named(tmp_path: Path) -> None:
 
 def test_the_state_of_an_unknown_module_among_a_ranks_tensors_is_named(tmp_path: Path) -> None:
     state: dict[str, Any] = spelled(llama(), "megatron")
-    state |= {f"decoder.layers.{n}.self_attention.linear_qkv._extra_state": io.BytesIO(b"x") for n in range(3)}
+    extra = (io.BytesIO(b"x"), io.BytesIO(), b"", b"x", bytearray(), bytearray(b"x"))  # empty ones are saved as a call
+    modules = [f"{n}.self_attention.linear_{part}" for part in ("qkv", "proj") for n in range(3)]
+    state |= {f"decoder.layers.{at}._extra_state": value for at, value in zip(modules, extra, strict=True)}
     archive = nemo_archive(tmp_path / "a", {"model_weights.ckpt": state})
     name = "model.decoder.layers.{0..2}.self_attention.linear_qkv._extra_state"
     assert open_source(archive).dropped[name] == "state of Transformer Engine"
@@ -237,7 +239,14 @@ def test_an_unreadable_rank_is_not_left_out(unreadable: set[str], tmp_path: Path
     assert refusal(root) == f"{root}: consolidated.01.pth: cannot be opened: Permission denied"
     (root / "consolidated.01.pth").unlink()
     (root / "consolidated.01.pth").symlink_to("gone")
-    assert refusal(root) == f"{root}: consolidated.01.pth: a link to nothing"
+    assert refusal(root) == f"{root}: consolidated.01.pth: a link to gone, which is not there"
+
+
+def test_a_tokenizer_that_is_a_link_to_nothing_is_not_left_out(tmp_path: Path) -> None:
+    root = meta(tmp_path / "m", spelled({n: t[:96] for n, t in llama().items()}, "meta"), 2, vocab_size=96)
+    (root / "tokenizer.model").unlink(missing_ok=True)
+    (root / "tokenizer.model").symlink_to("gone")
+    assert refusal(root) == f"{root}: tokenizer.model: a link to gone, which is not there"
 
 
 def test_a_linked_folder_of_weights_is_named(tmp_path: Path) -> None:

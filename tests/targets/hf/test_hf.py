@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 import bridge
 from bridge.core.errors import PlanError, UsageError
@@ -328,6 +328,40 @@ def test_an_unquantized_conversion_has_the_tensors_of_its_source(tmp_path: Path)
     assert ours.specs.keys() == source.specs.keys()
     assert all(ours.read(name).tobytes() == source.read(name).tobytes() for name in ours.specs)
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size
+
+
+@pytest.mark.parametrize(("of", "dtype"), [("float32", "float16"), ("bfloat16", "float32"), ("float64", "bfloat16")])
+def test_the_dtype_is_that_of_unquantized_tensors_and_of_the_config(of: str, dtype: str, tmp_path: Path) -> None:
+    """Values as torch rounds them; a tensor with another dtype than the model's keeps it, and the plan says so."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY).to(getattr(torch, of))
+    apart = ["model.norm.weight"] if of == "float32" else []
+    model.model.norm.to(torch.bfloat16 if apart else model.dtype)
+    report = bridge.convert(model, "hf", None, tmp_path / "out", dtype=dtype, verify=False)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name, value in model.state_dict().items():
+        expected = value if name in apart else value.to(getattr(torch, dtype))
+        assert written[name].dtype == expected.dtype and written[name].equal(expected)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+    stays = [note for note in report.notes if "stays bfloat16, unlike the rest of the model" in note]
+    assert len(stays) == len(apart) and all(note.startswith(apart[0]) for note in stays)
+
+
+def test_a_scheme_takes_no_matrices_in_float64(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY).double()
+    for dtype in (None, "fp32"):
+        with pytest.raises(
+            bridge.BridgeError, match=r"in float64, which no scheme quantizes; convert the .* dtype='fp32'"
+        ):
+            bridge.plan(model, "hf", "int8_wo", dtype=dtype)
+    bridge.convert(model, "hf", None, tmp_path / "single", dtype="fp32", verify=False)
+    assert bridge.plan(tmp_path / "single", "hf", "int8_wo").quantized
+
+
+def test_the_dtype_is_also_that_of_scales_and_norms_beside_codes() -> None:
+    for form, scheme, part in (("compressed-tensors", "int8_wo", "scale"), ("modelopt", "int4_awq", "pre_quant_scale")):
+        outputs = bridge.plan(TINY, "hf", scheme, format=form, dtype="fp16").outputs
+        dtypes = {output.spec.dtype for output in outputs if output.part == part or "norm" in output.spec.name}
+        assert dtypes == {"float16"}
 
 
 @pytest.mark.slow

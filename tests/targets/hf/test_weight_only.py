@@ -59,11 +59,14 @@ def awq_values(tensors: dict[str, Any], module: str) -> Any:
     return ((codes - wide[0]) * wide[1]).T
 
 
-def gptq_values(tensors: dict[str, Any], module: str, bits: int) -> Any:
-    """(codes - (zeros + 1)) * scales, by the group that g_idx names, as GPTQ's kernels compute it."""
+def gptq_values(tensors: dict[str, Any], module: str, bits: int, added: int = 1) -> Any:
+    """(codes - (zeros + added)) * scales, by the group that g_idx names, as GPTQ's kernels compute it.
+
+    gptqmodel adds one to the zero points of `checkpoint_format: gptq`, nothing to those of `gptq_v2`.
+    """
     shifts, mask = torch.arange(0, 32, bits, dtype=torch.int32), (1 << bits) - 1
     codes = ((tensors[f"{module}.qweight"].unsqueeze(1) >> shifts[:, None]) & mask).flatten(0, 1)
-    zeros = ((tensors[f"{module}.qzeros"].unsqueeze(-1) >> shifts) & mask).flatten(1) + 1
+    zeros = ((tensors[f"{module}.qzeros"].unsqueeze(-1) >> shifts) & mask).flatten(1) + added
     group = tensors[f"{module}.g_idx"].long()
     return ((codes - zeros[group]) * tensors[f"{module}.scales"].float()[group]).T
 
@@ -136,12 +139,54 @@ def test_zero_points_that_are_not_the_middle_are_refused(tmp_path: Path) -> None
         open_source(out)
 
 
-def test_columns_in_another_order_are_refused(tmp_path: Path) -> None:
-    out = converted(tmp_path, "gptq", "int4_wo")
+def edited(out: Path, section: dict[str, Any], **tensors: Any) -> dict[str, Any]:
+    """Write other entries into quantization_config, and other tensors of one matrix: None takes one away."""
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] |= section
+    (out / "config.json").write_text(json.dumps(config))
     state = load_file(out / "model.safetensors")
-    state["model.layers.0.mlp.down_proj.g_idx"] = state["model.layers.0.mlp.down_proj.g_idx"].flip(0)
+    for part, tensor in tensors.items():
+        name = f"model.layers.0.mlp.down_proj.{part}"
+        state.pop(name)
+        state |= {} if tensor is None else {name: tensor}
     save_file(state, out / "model.safetensors", {"format": "pt"})
-    with pytest.raises(BridgeError, match="down_proj: its columns are permuted"):
+    return state
+
+
+@pytest.mark.parametrize("quant", ["int4_wo", "int8_wo"])
+def test_zero_points_of_gptq_v2_are_stored_without_an_offset(tmp_path: Path, quant: str) -> None:
+    out, bits = converted(tmp_path, "gptq", quant), 4 if quant == "int4_wo" else 8
+    state = load_file(out / "model.safetensors")
+    one = int.from_bytes(bytes([0x11 if bits == 4 else 1]) * 4, "little")  # adds one to every zero point of a word
+    state |= {name: (tensor + one).int() for name, tensor in state.items() if name.endswith("qzeros")}
+    save_file(state, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BridgeError, match="in checkpoint_format 'gptq_v2', not in 'gptq', which quantization_config"):
+        open_source(out)
+    # sym and desc_act say how codes were found; zero points and g_idx say what they mean
+    edited(out, {"checkpoint_format": "gptq_v2", "sym": False, "desc_act": True})
+    source, module = open_source(out), "model.layers.1.self_attn.v_proj"
+    ours = to_float32(np.ascontiguousarray(source.read(f"{module}.weight")), "bfloat16")
+    assert torch.equal(gptq_values(state, module, bits, added=0).bfloat16().float(), torch.from_numpy(ours))
+
+
+@pytest.mark.parametrize(
+    ("section", "tensors", "words"),
+    [
+        ({}, {"g_idx": torch.arange(384).flip(0).int() // 128}, "its columns are permuted"),
+        ({}, {"g_idx": torch.zeros(7).int()}, r"g_idx has shape \(7,\), but its weight has 384 columns"),
+        ({"desc_act": True}, {"g_idx": None}, "its columns may be permuted"),
+        ({"sym": False}, {"qzeros": None}, "sym is false in quantization_config, but its zero points"),
+        ({}, {"qzeros": torch.zeros(3, 32)}, "qzeros must be int32, but is float32"),
+        ({}, {"qzeros": torch.zeros(3, 32).int()}, "asymmetric: its zero points"),
+        ({"checkpoint_format": "marlin"}, {}, "checkpoint_format 'marlin' is not supported; known: gptq, gptq_v2"),
+    ],
+)
+def test_a_refusal_of_gptq_names_what_is_wrong(
+    tmp_path: Path, section: dict[str, Any], tensors: dict[str, Any], words: str
+) -> None:
+    out = converted(tmp_path, "gptq", "int4_wo")
+    edited(out, section, **tensors)
+    with pytest.raises(BridgeError, match=f"down_proj: {words}"):
         open_source(out)
 
 

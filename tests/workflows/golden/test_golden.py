@@ -110,6 +110,17 @@ def test_tensors_that_came_and_went_are_told(out: Path, golden: Path, tmp_path: 
     assert f"2 of {moved.tensors + 1} tensors moved (missing 1, added 1)" in str(moved)
 
 
+def test_a_tensor_with_the_same_bytes_under_another_name_is_renamed(out: Path, golden: Path, tmp_path: Path) -> None:
+    shutil.copytree(out, tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    file = SafetensorsFile(path)
+    tensors = {name.replace("embed_tokens", "wte"): file.read(name) for name in file.specs}
+    path.write_bytes(file_bytes(tensors, {"format": "pt"}))
+    moved = bridge.golden.check(golden, tmp_path / "out")
+    assert kinds(moved) == [("renamed", "model.embed_tokens.weight")]
+    assert "renamed  model.embed_tokens.weight: is now model.wte.weight" in str(moved)
+
+
 def test_a_missing_weight_file_is_told_before_its_tensors(out: Path, golden: Path, tmp_path: Path) -> None:
     shutil.copytree(out, tmp_path / "out")
     (tmp_path / "out" / "model.safetensors").unlink()
