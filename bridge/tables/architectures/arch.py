@@ -204,9 +204,6 @@ def _computes(file: TableFile, config: Mapping[str, object], formulas: Iterable[
     """The fields of [computes], and those of [config] that no formula of the rows has."""
     used = frozenset(name for formula in formulas if formula for name in formula.names)
     given = {**shared().section("computes"), **file.section("computes")}
-    for name in given:
-        if name not in shared().section("meaning"):
-            raise file.place("computes", name).error(f"`{name}` has no [meaning] in {shared().name}")
     return {name: value for name, value in config.items() if name not in used} | {
         name: None if value == "none" else value for name, value in given.items()
     }

@@ -87,10 +87,10 @@ def not_followed(
         if name in table.computes:
             default = table.computes[name]
             if not _same(value, default):
-                meaning = shared().section("meaning")[name]
+                meaning = shared().section("meaning").get(name, "it changes what the model computes")
                 yield f"{name} is {_shown(value)} ({meaning}); the output cannot say so and means {_shown(default)}"
         elif reader := _reader(name, architecture):
-            yield f"{name} is {_shown(value)}, which {reader} reads, and no table says what it changes"
+            yield f"{name} is {_shown(value)}, which {reader} reads; [computes] of {table.file.name} does not list it"
 
 
 def _same(value: object, default: object) -> bool:
