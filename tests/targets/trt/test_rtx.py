@@ -409,11 +409,12 @@ def test_a_convolution_is_a_product_and_the_worse_of_two_profiles_counts() -> No
 @pytest.mark.parametrize(
     ("form", "dtype", "gpu", "why"),
     [
-        ("int8_wo", "bf16", "t4", "bfloat16 products are there.* from SM80 on"),
-        ("fp8", "fp16", "rtx3090,rtx4090", "no engine for SM86: fp8 tensor . fp8 tensor has kernels from SM89 on"),
-        ("nvfp4_wo", "fp16", "l40s", "no engine for SM89: fp4 .* from SM120 on"),
+        ("int8_wo", "bf16", "t4", "no kernels for products in bfloat16 .*which SM80 has"),
+        ("fp8", "fp16", "rtx3090,rtx4090", "SM86: it has no kernels for weights in fp8 per tensor .*which SM89 has"),
+        ("nvfp4_wo", "fp16", "l40s", "no engine for SM89: .* weights in fp4 per block of 16, e4m3 scales with .*SM120"),
         ("int8_wo", "fp16", "h100", "SM90.*trtexec.txt"),
         ("int8_wo", "fp16", "rtx590", "unknown; nearest: rtx5090"),
+        ("int8_wo", "fp16", "banana", "unknown; known are names of NVIDIA's, and sm75, "),
     ],
 )  # fmt: skip
 def test_gpus_that_lack_a_format_are_refused_before_work(form: str, dtype: str, gpu: str, why: str) -> None:
