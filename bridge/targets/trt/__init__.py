@@ -245,11 +245,7 @@ class Trt(OnnxTarget):
         pools = options["task"] == "feature-extraction"
         pooling, why_not = read_pooling(files) if pools else ("", "")
         given = {key: options[key] for key in ("task", "dtype", "opset", "cache", "stamp", "attention_op")}
-        rewrite: Callable[[Graph], None] | None = None
-        if options["logits"] == "last":
-            from bridge.targets.trt.last_token import keep_last_token  # imports onnx_ir
-
-            rewrite = keep_last_token
+        rewrite = _rewrites(context.plan)
         chosen = GraphOptions(**given, image=read_image_size(files), pooling=pooling, rewrite=rewrite)
         written, text = write_onnx(context, directory, chosen)
         if "embedding" in tasks()[options["task"]].parts:
@@ -270,6 +266,22 @@ class Trt(OnnxTarget):
             lines = [f"{engine.file}: {engine.line}" for engine in built.engines]
             written = dataclasses.replace(written, notes=(*written.notes, *lines, *built.warnings))
         return written
+
+
+def _rewrites(plan: Plan) -> Callable[[Graph], None]:
+    """What a plan edits in a float graph."""
+    from bridge.targets.trt.last_token import keep_last_token  # imports onnx_ir
+    from bridge.targets.trt.own_inputs import separate_inputs
+
+    alone = any(f and f.input is None and f.weight[0].dtype == "int8" for f in (step.format for step in plan.quantized))
+
+    def rewrite(graph: Graph) -> None:
+        if plan.options["logits"] == "last":
+            keep_last_token(graph)
+        if alone:
+            separate_inputs(graph)
+
+    return rewrite
 
 
 def _resolve_engine(given: bool | str) -> bool | str:
