@@ -57,7 +57,7 @@ class Profile:
         own |= {**dict.fromkeys(BATCHES, self.batch), "images": IMAGES}
         least, optimum, most = (count * self.image_positions for count in IMAGES)
         own["image_positions"] = (least, optimum, most)
-        return {**own, **SOUND, **DENOISER, **ROWS, **SIGHT, "total_sequence": total, **self.others}  # type: ignore[dict-item]
+        return {**own, **SOUND, **DENOISER, **ROWS, **SIGHT, "total_sequence": total, **self.others}
 
 
 FIELDS = ("batch", "sequence", "past_sequence", "encoder_sequence")  # of a profile; other axes go to `others`
