@@ -42,7 +42,7 @@ FAMILIES: dict[str, Callable[[int], Any]] = {
     "vit": lambda n: T.ViTForImageClassification(T.ViTConfig(**VIEW, num_hidden_layers=n, image_size=224)),
 }
 # One profile, a prompt: kernels of a second one would be counted again.
-PROMPT = Profile(batch=(1, 1, 8), sequence=(1, 128, 512), past=(0, 128, 1024))
+PROMPT = Profile(batch=(1, 1, 8), sequence=(1, 128, 512), past_sequence=(0, 128, 1024))
 KIND = re.compile(r"LayerType: (\w+)")
 NAME = re.compile(r"^Name: ([^,]+)")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ def engine(
         out: a new directory for the engines and `engine.json`; None puts them beside the graphs.
         profile: the least, the usual and the largest extent of axes, "batch=1:4:16,past_sequence=0:512:4095"; others
             keep their defaults.
-        memory: bytes that the build may take, or "24GB"; None takes what is free.
+        memory: bytes that the build for named GPUs may take, or "24GB"; None takes what is free.
 
     Raises:
         UsageError: an unknown GPU; formats that the oldest of them lacks; an axis that no graph has, or more tokens
@@ -49,7 +50,7 @@ def engine(
     >>> bridge.engine("for-engines", "rtx4090,rtx5090").engines[0].summary
     '35 of 35 matrices run in weight-only INT8'
     """
-    from bridge.targets.trt.engine import build_engines, build_on_this_gpu
+    from bridge.targets.trt.engine import build_engines
     from bridge.targets.trt.gpus import parse_gpus, why_no_engine
     from bridge.targets.trt.profile import parse_ranges
 
@@ -59,37 +60,31 @@ def engine(
         raise UsageError(
             f"{directory}: engines are built of what target trt wrote, and this is of target {plan.target}"
         )
-    config = _config(directory)
-    if gpu is None:
-        if out is not None or memory is not None or profile is not None:
-            raise UsageError(
-                "out, profile and memory are for engines of named GPUs: give gpu (--gpu), for example rtx4090"
-            )
-        return _name_on_card(directory, build_on_this_gpu(directory, config, callback))
-    architectures = parse_gpus(gpu)
-    if problems := why_no_engine(plan.steps, plan.options["dtype"], architectures):
+    if gpu is None and memory is not None:
+        raise UsageError("memory is for engines of named GPUs: give gpu (--gpu), for example rtx4090")
+    architectures = () if gpu is None else parse_gpus(gpu)
+    if gpu is not None and (problems := why_no_engine(plan.steps, plan.options["dtype"], architectures)):
         raise UsageError("\n  ".join([f"{directory}:", *problems]))
-    limit = None if memory is None else byte_count(memory, "memory=")
-    ranges = {} if profile is None else parse_ranges(profile)
-    if out is None:
-        built = build_engines(directory, config, architectures, memory=limit, ranges=ranges, progress=callback)
-        return _name_on_card(directory, built)
-    new = Path(out).absolute()
-    check_free(new, overwrite=False, replacing="remove it")
-    if not new.parent.is_dir():
-        raise UsageError(f"{new}: {new.parent} is not a directory; make it first")
-    return build_engines(directory, config, architectures, out=new, memory=limit, ranges=ranges, progress=callback)
+    new = None if out is None else Path(out).absolute()
+    if new:
+        check_free(new, overwrite=False, replacing="remove it")
+        if not new.parent.is_dir():
+            raise UsageError(f"{new}: {new.parent} is not a directory; make it first")
+    return build_engines(
+        directory, _config(directory), architectures, out=new, progress=callback,
+        memory=None if memory is None else byte_count(memory, "memory="),
+        ranges={} if profile is None else parse_ranges(profile), name_them=partial(_name_on_card, directory),
+    )  # fmt: skip
 
 
-def _name_on_card(directory: Path, engines: Engines) -> Engines:
-    """The engines, named in a section of the model card; a card that cannot be written is a warning."""
+def _name_on_card(directory: Path, engines: Engines) -> None:
+    """Name the engines in a section of the model card; a card that cannot be written is a warning."""
     from bridge.reporting.model_card import add_engines
 
     try:
         add_engines(directory, engines)
     except OSError as error:
         warn(f"{directory}: the engines are built, but the model card was not changed: {reason(error)}")
-    return engines
 
 
 def _config(directory: Path) -> Mapping[str, Any]:

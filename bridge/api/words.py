@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 TargetName = Literal["gguf", "hf", "megatron", "ort", "torchtitan", "tripy", "trt", "trtllm"]
@@ -32,6 +33,7 @@ class TargetOptions(TypedDict, total=False):
     opset: int | None
     own_scales: bool
     pp: int
+    profile: str | Mapping[str, Sequence[int]] | None
     shard_size: str
     spec: str
     stamp: bool

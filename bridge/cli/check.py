@@ -26,6 +26,7 @@ from bridge.targets import check_contract
 from bridge.targets.trt.engine import parser_findings
 from bridge.targets.trt.gpus import parse_gpus
 from bridge.targets.trt.products import rtx_version
+from bridge.targets.trt.profile import parse_ranges
 from bridge.targets.trt.record import RECORD, altered_engines
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _parser_findings(path: Path) -> list[str] | None:
     return parser_findings(path) if asked else None
 
 
-def _built(paths: Sequence[str], gpus: str) -> tuple[list[Problem], dict[str, Engines]]:
+def _built(paths: Sequence[str], gpus: str, profile: str | None = None) -> tuple[list[Problem], dict[str, Engines]]:
     """Why no engines of some models can be built, and what others compile to; the engines are removed."""
     from bridge.core.output.temporary import temporary_directory
     from bridge.targets.manifest import load_manifest
@@ -161,6 +162,7 @@ def _built(paths: Sequence[str], gpus: str) -> tuple[list[Problem], dict[str, En
     if not paths:
         raise UsageError("--build: name a directory that target trt wrote")
     parse_gpus(gpus)
+    parse_ranges(profile or {})
     for path in paths:
         if not (Path(path) / MANIFEST).is_file() or load_manifest(Path(path)).plan.target != "trt":
             raise UsageError(f"{path}: --build takes directories that target trt wrote")
@@ -168,7 +170,7 @@ def _built(paths: Sequence[str], gpus: str) -> tuple[list[Problem], dict[str, En
     for path in paths:
         with temporary_directory(Path(path).absolute().parent) as folder:
             try:
-                built[path] = bridge.engine(path, gpus, folder / "engines", progress=False)
+                built[path] = bridge.engine(path, gpus, folder / "engines", profile=profile, progress=False)
             except BridgeError as error:
                 problems.append(Problem(f"{path}: error [builder] {error}"))
     return problems, built
@@ -229,14 +231,16 @@ def _check_dialect(file: TableFile) -> list[str]:
     return problems + [f"no table lists `{name}`" for name, table in known.items() if table is None]
 
 
-@verb("qbridge check llama-fp8 recipe.toml", "paths build json debug", quiet=no_bars)
-def check(terminal: Terminal, paths: list[str] | None, build: str | None) -> None:
+@verb("qbridge check llama-fp8 recipe.toml", "paths build profile json debug", quiet=no_bars)
+def check(terminal: Terminal, paths: list[str] | None, build: str | None, profile: str | None) -> None:
     """Check tables and schemes, or the files in PATH.
 
     Exits with 1 if anything is wrong.
     """
+    if profile and not build:
+        raise UsageError("--profile is for engines that are built: give --build too, for example rtx4090")
     problems = check_paths(paths) if paths else [Problem(line) for line in bridge.check()]
-    refused, built = _built(paths or [], build) if build else ([], {})
+    refused, built = _built(paths or [], build, profile) if build else ([], {})
     problems += refused
     if terminal.json:
         found = [problem._asdict() for problem in problems]

@@ -177,7 +177,7 @@ FLAGS = {
         "GPUs or architectures: rtx4090,rtx5090, l40s, sm89, ada; default: this machine's, by the full TensorRT",
         complete=_complete_gpu
     ),
-    "engine.profile": Flag(
+    "profile": Flag(
         "least, usual and largest extent of axes: batch=1:4:16,past_sequence=0:512:4095", metavar="AXIS=MIN:OPT:MAX,..."
     ),
     "overwrite": switch("replace OUT, if bridge wrote it"),

@@ -16,6 +16,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 SHOWN = 8  # problems or names in one message; a checkpoint of Git-LFS pointers has hundreds of the same
 MAX_COMPARED = 100  # characters of a name that are compared with others: difflib takes the product of the lengths
+ALIKE = 0.6  # of difflib, from 0 to 1: a name below it is nonsense, to which no other is near
 MAX_COMPONENTS = 32  # of a name that is folded; each takes a pass over all names
 
 
@@ -25,7 +26,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
     names = sorted(known)
     short = [known for known in names if len(known) <= MAX_COMPARED]
-    close = difflib.get_close_matches(name[:MAX_COMPARED], short, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name[:MAX_COMPARED], short, n=1, cutoff=ALIKE)
     return f"known: {', '.join(names)}" + (f"; nearest: {close[0]}" if close else "")
 
 

@@ -23,7 +23,7 @@ from bridge.planning.joined_and_cut import (
 )
 from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Plan, Step
-from bridge.quant.describe import contract_words, numeric_words
+from bridge.quant.describe import contract_words, explained, numeric_words
 from bridge.tables.architectures.arch import load_arch
 
 # Targets that leave matrices whole: the program that loads them cuts them for its ranks.
@@ -128,17 +128,15 @@ class Contract:
         if architecture in self.but_not:
             return f"loads no {architecture} there"
         words = sorted({contract_words(format_) for format_ in formats})
-        for missing in (words for words in words if words not in self.loads):
-            weights, _, inputs = missing.partition(" | ")
-            with_inputs = f"inputs in {inputs}" if inputs != "none" else "unquantized inputs"
-            return f"loads no weights in {weights} with {with_inputs} there"
-        if why := next(filter(None, (self.loads[word].why_not(word, architecture) for word in words)), ""):
+        if missing := [word for word in words if word not in self.loads]:
+            return f"loads no {explained(missing[0])} there"
+        if why := next(filter(None, (self.loads[word].why_not(explained(word), architecture) for word in words)), ""):
             return why
         smoothed = [contract_words(format_) for format_ in formats if format_.prescales]
         if smoothed and not (self.prescales and all(self.loads[words].prescales for words in smoothed)):
             return "loads no formats with pre-scales there"
         alike = self.mixed or len(words) < 2
-        return "" if alike else f"reads one format for all modules there, not {' and '.join(words)}"
+        return "" if alike else f"reads one format for all modules there, not {'; and '.join(map(explained, words))}"
 
     def written_by(self, plan: Plan) -> bool:
         """Whether the plan is for this target and these options.
@@ -309,8 +307,8 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
         yield "", "reads quantized weights only there"
     for kv in _caches(plan):
         if kv not in contract.kv:
-            yield "", f"reads no KV cache in {kv} there"
-        elif why := contract.kv[kv].why_not(f"scales of a KV cache in {kv}", plan.architecture):
+            yield "", f"reads no KV cache in {explained(kv)} there"
+        elif why := contract.kv[kv].why_not(f"scales of a KV cache in {explained(kv)}", plan.architecture):
             yield "", why
     if contract.buffers is None and _buffers(plan):
         yield "", f"no run shows that it reads keys and values in buffers (cache={_buffers(plan)}); leave out cache"
@@ -323,7 +321,7 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
         yield from ((module, HALF) for module in partly_unquantized_modules(runtime.fused, plan))
     dtype = main_dtype(o.spec for step in plan.steps if step.layout is Layout.PLAIN for o in step.outputs)
     plain = {"unquantized models": contract.plain} if not formats else {}
-    rows = {words: contract.loads.get(words) for words in sorted(map(contract_words, formats))}
+    rows = {explained(words): contract.loads.get(words) for words in sorted(map(contract_words, formats))}
     for words, row in (rows | plain).items():
         if row and row.dtypes and dtype not in row.dtypes:
             only = f"runs {words} in {' or '.join(row.dtypes)} only, and the model is {dtype}"

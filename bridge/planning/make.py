@@ -71,7 +71,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
         where = f"{inputs.structure.architecture} to {inputs.target.name}, scheme {scheme}"
         raise PlanError(_all(drafted.problems, where))
     plan = _sized(inputs, drafted.steps, drafted.dropped)
-    return replace(plan, notes=(*plan.notes, *drafted.notes))
+    return replace(plan, notes=(*plan.notes, *drafted.notes), disk=plan.disk + drafted.disk)
 
 
 def incompatibilities(inputs: PlanInputs) -> list[tuple[str, str]]:
@@ -101,7 +101,7 @@ def _drafted(inputs: PlanInputs, formats: Mapping[str, Format | str]) -> Drafted
     read = {part.source for step in steps for part in step.inputs}
     lost = [name for name in source.specs if name not in read and name not in structure.tied and name not in dropped]
     problems += [(name, f"target {target.name} does not write this tensor") for name in lost]
-    return Drafted(steps, dropped, problems, drafted.notes)
+    return Drafted(steps, dropped, problems, drafted.notes, drafted.disk)
 
 
 def _sized(inputs: PlanInputs, steps: list[Step], dropped: dict[str, str]) -> Plan:

@@ -201,7 +201,7 @@ class Plan(Displayed):
     memory: int = 0
     """Peak bytes of memory with two cores, without calibration; each further core adds one piece of rows, 20 MB."""
     disk: int = 0
-    """Bytes of the tensors that are written."""
+    """Bytes of the tensors, side files and engines that are written."""
     traced: bool = False
     """Whether the structure comes from a trace with torch, since no table lists the architecture."""
     dialect: str = "hf"

@@ -79,6 +79,8 @@ class Drafted:
     """What is wrong, each after the module or tensor that it is about ("" for none); planning raises them together."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the plan that need the source's config."""
+    disk: int = 0
+    """Bytes that the target writes beside the tensors of the steps: engines."""
 
 
 class Planner(Protocol):

@@ -42,6 +42,28 @@ def contract_words(format_: Format) -> str:
     return f"{' + '.join(map(numeric_words, format_.weight))} | {numeric_words(format_.input)}"
 
 
+def explained(words: str) -> str:
+    """The words of `contract_words` or of `numeric_words` for a message.
+
+    >>> explained("fp8 block 128 128 | none"), explained("int8 tensor")
+    ('weights in fp8 per block of 128x128 with unquantized inputs', 'int8 per tensor')
+    """
+    weights, pair, inputs = words.partition(" | ")
+    if pair:
+        read = "unquantized inputs" if inputs == "none" else f"inputs in {explained(inputs)}"
+        return f"weights in {explained(weights)} with {read}"
+    return ", then ".join(map(_explained, words.split(" + ")))
+
+
+def _explained(words: str) -> str:
+    dtype, *rest = words.split()
+    block = "x".join(word for word in rest if word.isdecimal())
+    dynamic, scales = "dynamic" in rest, [word for word in rest[1:] if word != "dynamic" and not word.isdecimal()]
+    text = f"{dtype} per {rest[0]}" if rest else dtype
+    text += f" of {block}" if block else ""
+    return f"{text}{''.join(f', {word} scales' for word in scales)}{', at run time' if dynamic else ''}"
+
+
 def scale_words(format_: Format) -> str:
     """The formula of a block's scale, for the expressions of a plan."""
     return "calibration: clip * amax" if format_.clipped else format_.weight[0].search or "amax"

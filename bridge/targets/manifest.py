@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -75,7 +76,8 @@ def manifest_data(directory: Path) -> dict[str, Any]:
             raise VerifyError(f"{directory}: no such directory; name one that `convert` wrote") from error
         raise VerifyError(
             f"{directory} has no readable {MANIFEST}, so bridge did not write this model ({error}); "
-            "name a directory that `convert` wrote"
+            "name a directory that `convert` wrote, or convert this model first: "
+            f"qbridge convert {shlex.quote(str(directory))} --target TARGET"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from docs.generate.matrix import table
 
 LAST = Path(__file__).parent.parent.parent / "tests" / "sweep" / "last.json"
 FINE = ("equal", "right", "built")
+_PLANNED = re.compile(r"^\w+ to \w+, scheme \w+: ")  # how a message of planning begins: the row says it already
 
 
 def families() -> str:
@@ -34,7 +36,8 @@ def reasons() -> str:
         for name, row in of_kind.items():
             for cell, ended in row.items():
                 if ended["end"] not in FINE:
-                    words = ended["words"].replace(name, "…").replace("|", "\\|")
+                    words = _PLANNED.sub("", ended["words"]).replace(name, "the model").replace(" hint ", "; ")
+                    words = words.replace("|", "\\|")
                     found.setdefault((f"{name}: {ended['end']}", words), []).append(cell)
     rows = []
     for (what, words), cells in found.items():

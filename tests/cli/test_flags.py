@@ -25,7 +25,7 @@ PRINTED = {"json", "quiet", "verbose", "debug"}
 OWN = {
     "plan": {"every"},
     "calibrate": {"out", "overwrite"},
-    "check": {"paths", "build"},
+    "check": {"paths", "build", "profile"},
     "show": {"what", "every", "dialect"},
     "sensitivity": {"out", "overwrite"},
     "inspect": {"worst"},

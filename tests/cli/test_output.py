@@ -183,7 +183,7 @@ def test_programs_stand_for_the_target_that_they_load(word: str, target: str) ->
     ("program", "quant", "words"),
     [
         ("sglang", "mxfp4_wo", "SGLang 0.5.23 loads no output of scheme mxfp4_wo here"),
-        ("edgellm", "fp8_block", "loads no weights in fp8 block 128 128 with unquantized inputs there"),
+        ("edgellm", "fp8_block", "loads no weights in fp8 per block of 128x128 with unquantized inputs there"),
         ("vllm", "fp8", ""),
         ("transformers", "fp8_pc_pt", ""),
         ("hf", "int8_wo", ""),

@@ -13,7 +13,7 @@ from bridge.core.text import grouped
 from bridge.core.values import Encoding, Format, Numeric, Site
 from bridge.core.version import __version__
 from bridge.planning.plan import TILE, Plan
-from bridge.quant.describe import numeric_words
+from bridge.quant.describe import explained, numeric_words
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.targets.config_json import config_json
 from bridge.targets.hf.spelling import Part, Traits
@@ -38,7 +38,7 @@ def why_unsupported(format_: Format) -> str:
     weight, entry = format_words(format_)
     if not setting(format_):
         known = ", ".join(name for name, _ in ALGORITHMS.values())
-        return f"a unified checkpoint has no algorithm for weights in {weight} with inputs in {entry}; known: {known}"
+        return f"a unified checkpoint has no algorithm for {explained(f'{weight} | {entry}')}; known: {known}"
     name = setting(format_)["quant_algo"]
     if format_.prescales and "NVFP4" in name and (name, format_.algorithm) != ("NVFP4_AWQ", "awq"):
         return f"{name} after {format_.algorithm} has no name in unified checkpoints; use nvfp4_awq, nvfp4 or nvfp4_wo"
@@ -52,7 +52,7 @@ def holds_stack(format_: Format) -> bool:
 def why_kv_unsupported(kv: Numeric) -> str:
     if (kv.dtype, kv.per) == ("float8_e4m3fn", "tensor"):
         return ""
-    return f"unified checkpoints hold KV scales of FP8 only, not of {numeric_words(kv)}; use kv='fp8'"
+    return f"unified checkpoints hold KV scales of FP8 only, not of {explained(numeric_words(kv))}; use kv='fp8'"
 
 
 def incompatibilities(format_: Format, site: Site, shape: tuple[int, int]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec, 
 from bridge.planning.joined_and_cut import OWN_SCALES_NOTE, is_refit
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
+from bridge.sources.configs.positions import context_length
 from bridge.targets.checkpoint import float_dtype, option
 from bridge.targets.onnx.export.tasks import choose_task
 from bridge.targets.onnx.families.refusals import why_refused
@@ -55,6 +56,9 @@ class TrtOptions:
     custom_ops: bool = option(False, "allow TensorRT's own FP4 / MXFP8 ops (domain trt)")
     engine: bool | str = option(
         False, "also build engines: for GPUs by name (rtx4090,rtx5090), or alone with the tensorrt package for this GPU"
+    )
+    profile: str | Mapping[str, Sequence[int]] | None = option(
+        None, "with engine: least, usual and largest extent of axes, batch=1:4:16,past_sequence=0:512:4095"
     )
     stamp: bool = option(True, "export a few layers and stamp the identical rest")
 
@@ -123,12 +127,26 @@ class Trt(OnnxTarget):
         if not least <= opset <= NEWEST_OPSET:
             reason = why if opset < least else f"{NEWEST_OPSET} is the newest that bridge writes"
             raise UsageError(f"opset {opset} is not possible: {reason}; use {least} to {NEWEST_OPSET}")
-        return dataclasses.replace(options, task=task, dtype=chosen, opset=opset, engine=engine, cache=cache)
+        profile = None if options.profile is None else _resolve_profile(options.profile, engine)
+        resolved: dict[str, Any] = {
+            "task": task,
+            "dtype": chosen,
+            "opset": opset,
+            "engine": engine,
+            "cache": cache,
+            "profile": profile,
+        }
+        return dataclasses.replace(options, **resolved)
 
     def draft(self, draft: Draft) -> Drafted:
         drafted, options = super().draft(draft), draft.options
         if options.own_scales and not any(isinstance(f, Format) and is_refit(f) for f in draft.formats.values()):
             drafted.notes.append(OWN_SCALES_NOTE)
+        if options.engine:
+            from bridge.targets.trt.profile import check_positions, parse_ranges
+
+            check_positions(parse_ranges(options.profile or {}), context_length(draft.config))
+            drafted.disk = sum(output.spec.nbytes for step in drafted.steps for output in step.outputs)
         if isinstance(options.engine, str):
             from bridge.targets.trt.engine import build_memory
             from bridge.targets.trt.gpus import why_no_engine
@@ -137,9 +155,8 @@ class Trt(OnnxTarget):
             drafted.problems += [("", why) for why in why_no_engine(drafted.steps, options.dtype, architectures)]
             if options.attention_op and options.dtype == "float32":
                 drafted.problems.append(("", "TensorRT has no kernel of Attention in float32; leave out attention_op"))
-            weights = sum(output.spec.nbytes for step in drafted.steps for output in step.outputs)
-            gpus = ", ".join(map(str.upper, architectures))
-            drafted.notes.append(f"engine for {gpus}: its build takes up to {size(build_memory(weights))} of memory")
+            gpus, need = ", ".join(map(str.upper, architectures)), size(build_memory(drafted.disk))
+            drafted.notes.append(f"engine for {gpus}: up to {need} of memory to build it, {size(drafted.disk)} of disk")
             if main_dtype(draft.specs.values()) == "float32" != options.dtype:
                 drafted.notes.append(
                     f"float32 is written as {options.dtype}, which TensorRT fuses attention in (--dtype)"
@@ -248,13 +265,14 @@ class Trt(OnnxTarget):
         )
         from bridge.targets.onnx.write.side_files import read_image_size, read_pooling
         from bridge.targets.onnx.write.writer import GraphOptions, write_onnx
-        from bridge.targets.trt.engine import build_engines, build_on_this_gpu, trtexec_lines
+        from bridge.targets.trt.engine import build_engines, trtexec_lines
+        from bridge.targets.trt.profile import parse_ranges
 
         options, files = context.plan.options, context.source.side_files
         pools = options["task"] == "feature-extraction"
         pooling, why_not = read_pooling(files) if pools else ("", "")
         given = {key: options[key] for key in ("task", "dtype", "opset", "stamp", "attention_op")}
-        given |= {"cache": bool(options["cache"]), "rewrite": _rewrite(options["logits"], options["cache"])}
+        given |= {"cache": bool(options["cache"]), "rewrite": _rewrite(context.plan)}
         chosen = GraphOptions(**given, image=read_image_size(files), pooling=pooling)
         written, text = write_onnx(context, directory, chosen)
         if "embedding" in tasks()[options["task"]].parts:
@@ -266,14 +284,14 @@ class Trt(OnnxTarget):
         written = dataclasses.replace(written, notes=(*written.notes, *([why_not] if why_not else [])))
         config = context.source.config
         (directory / "trtexec.txt").write_text(trtexec_lines(directory, config))
-        if options["engine"] is True:
-            build_on_this_gpu(directory, config, context.progress)
-        elif options["engine"]:
-            built = build_engines(directory, config, options["engine"].split(","), progress=context.progress)
+        if options["engine"]:
+            architectures = () if options["engine"] is True else options["engine"].split(",")
+            ranges = parse_ranges(options["profile"] or {})
+            built = build_engines(directory, config, architectures, ranges=ranges, progress=context.progress)
             for warning in built.warnings:
                 warn(warning)
-            summaries = [f"{engine.file}: {engine.summary}" for engine in built.engines if engine.summary]
-            written = dataclasses.replace(written, notes=(*written.notes, *summaries, *built.warnings))
+            lines = [f"{engine.file}: {engine.line}" for engine in built.engines]
+            written = dataclasses.replace(written, notes=(*written.notes, *lines, *built.warnings))
         return written
 
 
@@ -293,14 +311,21 @@ def _resolve_cache(given: Any) -> bool | int:
     raise UsageError(f"cache={given!r} (--cache) must be True, False, or the tokens of a buffer, 2 or more: 2048")
 
 
-def _rewrite(logits: str, cache: bool | int) -> Callable[[Graph], None] | None:
-    """What the options change in a finished graph."""
-    from bridge.targets.trt.buffers import write_into_buffers  # both import onnx_ir
-    from bridge.targets.trt.last_token import keep_last_token
+def _rewrite(plan: Plan) -> Callable[[Graph], None] | None:
+    """What a plan changes in a float graph; nothing is imported that it does not need."""
+    options, steps = plan.options, list[Callable[["Graph"], None]]()
+    if options["logits"] == "last":
+        from bridge.targets.trt.last_token import keep_last_token
 
-    steps: list[Callable[[Graph], None]] = [keep_last_token] if logits == "last" else []
-    if is_buffered(cache):
-        steps.append(functools.partial(write_into_buffers, length=cache))
+        steps.append(keep_last_token)
+    if is_buffered(options["cache"]):
+        from bridge.targets.trt.buffers import write_into_buffers
+
+        steps.append(functools.partial(write_into_buffers, length=options["cache"]))
+    if any(f and f.input is None and f.weight[0].dtype == "int8" for f in (step.format for step in plan.quantized)):
+        from bridge.targets.trt.own_inputs import separate_inputs
+
+        steps.append(separate_inputs)
 
     def rewrite(graph: Graph) -> None:
         for step in steps:
@@ -324,6 +349,17 @@ def _resolve_engine(given: bool | str) -> bool | str:
     if engine and (reason := why_unavailable(FULL if engine is True else RTX)):
         raise EngineUnavailable(f"engine={given!r}: no TensorRT engine can be built here: {reason}")
     return engine
+
+
+def _resolve_profile(given: str | Mapping[str, Sequence[int]], engine: bool | str) -> dict[str, list[int]]:
+    """The ranges of axes as `bridge.json` has them; UsageError without an engine, or for an axis that no graph has."""
+    from bridge.targets.trt.profile import Profile, check_axes, parse_ranges
+
+    if not engine:
+        raise UsageError("profile= (--profile) is for engines: give engine too, for example rtx4090 (--engine rtx4090)")
+    ranges = parse_ranges(given)
+    check_axes(ranges, Profile().ranges)
+    return {name: list(range_) for name, range_ in ranges.items()}
 
 
 def _generates(options: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,12 +24,12 @@ from bridge.core.machine import available_memory
 from bridge.core.output.directory import check_disk
 from bridge.core.output.temporary import temporary_directory
 from bridge.core.progress import Progress, no_progress
-from bridge.core.text import nearest, size
+from bridge.core.text import size
 from bridge.targets.onnx.files import WEIGHTS, graphs
 from bridge.targets.trt.build import Built, build_engine
 from bridge.targets.trt.compiled import compiled_modules, quantized_modules
 from bridge.targets.trt.products import FULL, INSTALL_RTX, RTX, TITLES, EngineUnavailable, rtx_version, why_unavailable
-from bridge.targets.trt.profile import BATCHES, Profile, Range, dynamic_axes, profiles_of, trtexec_line
+from bridge.targets.trt.profile import Profile, Range, check_axes, dynamic_axes, load_graph, profiles_of, trtexec_line
 from bridge.targets.trt.record import Engine, Engines, digest_of, load_engines, with_digests
 
 ENDING = ".engine"
@@ -44,70 +44,59 @@ MEMORY, LIBRARIES = 4, 700 << 20
 def build_engines(
     directory: Path,
     config: Mapping[str, Any],
-    architectures: Sequence[str],
+    architectures: Sequence[str] = (),
     *,
     out: Path | None = None,
     memory: int | None = None,
     ranges: Mapping[str, Range] = {},
     progress: Progress = no_progress,
+    name_them: Callable[[Engines], None] = lambda made: None,
 ) -> Engines:
-    """Build an engine of each graph for some architectures with TensorRT for RTX; `engine.json` is written last.
+    """Build an engine of each graph; `engine.json` is written last.
 
     An engine for other architectures that is valid still stays, and so does its row.
 
-    config: the model's, whose positions limit the profiles.  out: a directory for the engines, which must not be there
-    and appears whole; by default they are beside the graphs.  memory: bytes that the build may take.  ranges: of axes,
-    instead of those of the default profiles.
+    config: the model's, whose positions limit the profiles.  architectures: what TensorRT for RTX builds for; without
+    any the full TensorRT builds for this machine's GPU.  out: a directory for the engines, which must not be there
+    and appears whole; by default they are beside the graphs.  memory: bytes that a build for RTX may take.  ranges: of
+    axes, instead of those of the default profiles.  name_them: is given engines that are beside their graphs, before
+    another process may build there.
 
     Raises:
-        EngineUnavailable: TensorRT for RTX is not installed.
-        UsageError: the build needs more memory than is allowed, or free.
+        EngineUnavailable: the TensorRT that builds is not installed, or no GPU is there for the full one.
+        UsageError: the build needs more memory than is allowed, or free; no graph has an axis.
         WriteError: the parser or the builder refuses a graph, or crashed; another process builds in this directory.
     """
-    if reason_why := why_unavailable(RTX):
-        raise EngineUnavailable(f"no engine can be built here: {reason_why}")
-    tag = "+".join(architectures)
+    product = RTX if architectures else FULL
+    if reason_why := why_unavailable(product):
+        named = f"\n  for a GPU by its name (--gpu rtx4090), TensorRT for RTX needs none: {INSTALL_RTX}"
+        raise EngineUnavailable(f"no engine can be built here: {reason_why}{named if product == FULL else ''}")
 
     def build(graph: Path, profiles: Sequence[Profile], engine: Path) -> Built:
+        if product == FULL:
+            return build_engine(graph, engine, profiles, progress, product=FULL)
         job = {
             "task": "build", "graph": str(graph), "engine": str(engine), "capabilities": list(architectures),
             "profiles": [asdict(profile) for profile in profiles],
         }  # fmt: skip
         return Built(**run_builder(job, progress)["built"])
 
-    weights = directory / WEIGHTS
-    check_memory(weights.stat().st_size if weights.exists() else 0, memory)
-    about = (TITLES[RTX], rtx_version(), tuple(architectures), BOUND[RTX])
-    profiles = _profiles(directory, config, ranges)
-    return _built(directory, profiles, f".{tag}{ENDING}", about, build, out)
-
-
-def build_on_this_gpu(directory: Path, config: Mapping[str, Any], progress: Progress = no_progress) -> Engines:
-    """Build model.engine of each graph with the full TensorRT, for the GPU of this machine; `engine.json` is last."""
-    if reason_why := why_unavailable(FULL):
-        raise EngineUnavailable(
-            f"no TensorRT engine can be built here: {reason_why}\n"
-            f"  for a GPU by its name (--gpu rtx4090), TensorRT for RTX needs none: {INSTALL_RTX}"
-        )
-
-    def build(graph: Path, profiles: Sequence[Profile], engine: Path) -> Built:
-        return build_engine(graph, engine, profiles, progress, product=FULL)
-
-    version = str(importlib.import_module(FULL).__version__)
-    profiles = _profiles(directory, config)
-    return _built(directory, profiles, ENDING, (TITLES[FULL], version, ("this GPU",), BOUND[FULL]), build, None)
+    if product == RTX:
+        weights = directory / WEIGHTS
+        check_memory(weights.stat().st_size if weights.exists() else 0, memory)
+    version = rtx_version() if architectures else str(importlib.import_module(FULL).__version__)
+    ending = f".{'+'.join(architectures)}{ENDING}" if architectures else ENDING
+    about = (TITLES[product], version, tuple(architectures) or ("this GPU",), BOUND[product])
+    return _built(directory, _profiles(directory, config, ranges), ending, about, build, out, name_them)
 
 
 def _profiles(
-    directory: Path, config: Mapping[str, Any], ranges: Mapping[str, Range] = {}
+    directory: Path, config: Mapping[str, Any], ranges: Mapping[str, Range]
 ) -> dict[Path, tuple[Profile, ...]]:
     """The profiles of each graph; UsageError if no graph has an axis that a range is given for."""
-    made = {graph: profiles_of(config, graph, ranges) for graph in graphs(directory)}
-    known = {axis for graph in made for axis in dynamic_axes(graph)}
-    known |= {"batch"} if known & BATCHES else set()
-    if unknown := [name for name in ranges if name not in known]:
-        raise UsageError(f"profile: no graph has a dynamic axis {unknown[0]!r}; {nearest(unknown[0], known)}")
-    return made
+    loaded = {path: load_graph(path) for path in graphs(directory)}
+    check_axes(ranges, {axis for graph in loaded.values() for axis in dynamic_axes(graph)})
+    return {path: profiles_of(config, graph, ranges) for path, graph in loaded.items()}
 
 
 def _built(
@@ -115,8 +104,9 @@ def _built(
     profiles_by_graph: Mapping[Path, tuple[Profile, ...]],
     ending: str,
     about: tuple[str, str, tuple[str, ...], str],
-    build: Any,
+    build: Callable[[Path, Sequence[Profile], Path], Built],
     out: Path | None,
+    name_them: Callable[[Engines], None],
 ) -> Engines:
     """Build all engines aside, then put them in their places and record them."""
     sources = [*graphs(directory), directory / WEIGHTS]
@@ -144,7 +134,9 @@ def _built(
             except OSError as error:
                 raise WriteError(f"{out}: cannot be made: {reason(error)}; choose another directory") from error
             return record
-        return _published(directory, new, Engines(weights_sha256, tuple(made)))
+        record = _published(directory, new, Engines(weights_sha256, tuple(made)))
+        name_them(record)
+        return record
 
 
 def _published(directory: Path, new: Path, made: Engines) -> Engines:
@@ -163,9 +155,11 @@ def _published(directory: Path, new: Path, made: Engines) -> Engines:
     stay = [one for one in old.still_valid(directory, made.weights_sha256) if one.file not in names] if old else []
     for name in sorted(names):
         (new / name).replace(directory / name)
-    record = Engines(made.weights_sha256, (*stay, *made.engines))
+    removed = named - names - {engine.file for engine in stay}
+    kept = tuple(engine.file for engine in stay)
+    record = Engines(made.weights_sha256, (*stay, *made.engines), kept, tuple(sorted(removed)))
     record.save(directory)
-    for name in named - {engine.file for engine in record.engines}:
+    for name in removed:
         (directory / name).unlink(missing_ok=True)
     return record
 
@@ -173,7 +167,8 @@ def _published(directory: Path, new: Path, made: Engines) -> Engines:
 def trtexec_lines(directory: Path, config: Mapping[str, Any]) -> str:
     """The content of trtexec.txt: a line for each graph, for prompts and single tokens in one profile."""
     lines = (
-        trtexec_line(path, profiles_of(config, path)[0], path.with_suffix(ENDING).name) for path in graphs(directory)
+        trtexec_line(path, profiles_of(config, load_graph(path))[0], path.with_suffix(ENDING).name)
+        for path in graphs(directory)
     )
     return "".join(f"{line}\n" for line in lines)
 

@@ -12,9 +12,10 @@ from functools import cache
 
 from bridge.core.errors import UsageError
 from bridge.core.mappings import mappings, read_table
+from bridge.core.text import ALIKE
 from bridge.planning.contract_files import find_runtime
 from bridge.planning.plan import Step
-from bridge.quant.describe import contract_words, numeric_words
+from bridge.quant.describe import contract_words, explained, numeric_words
 
 RUNTIME = "tensorrt-rtx"
 ELSEWHERE = "TensorRT for RTX has no kernels for it; run the line of trtexec.txt with the full TensorRT on that machine"
@@ -61,8 +62,13 @@ def parse_gpus(given: str | Sequence[str]) -> tuple[str, ...]:
         if name in others:
             raise UsageError(f"gpu {word.strip()!r} ({others[name].upper()}): {ELSEWHERE}")
         if name not in known:
-            near = get_close_matches(name, [*known, *others], n=3, cutoff=0.5) or capabilities()
-            raise UsageError(f"gpu {word.strip()!r} is unknown; nearest: {', '.join(near)}")
+            near = get_close_matches(name, [*known, *others], n=3, cutoff=ALIKE)
+            said = (
+                f"nearest: {', '.join(near)}"
+                if near
+                else f"known are names of NVIDIA's, and {', '.join(capabilities())}"
+            )
+            raise UsageError(f"gpu {word.strip()!r} is unknown; {said}")
         found.update(known[name])
     return tuple(sm for sm in capabilities() if sm in found)
 
@@ -86,13 +92,16 @@ def why_no_engine(steps: Sequence[Step], dtype: str, architectures: Sequence[str
     used = {contract_words(step.scheme_format): contract.loads for step in steps if step.scheme_format}
     used |= {numeric_words(step.kv): contract.kv for step in steps if step.kv}
     unknown = [
-        f"no build shows what TensorRT for RTX makes of {words}" for words, rows in used.items() if words not in rows
+        f"no build shows what TensorRT for RTX makes of {explained(words)}"
+        for words, rows in used.items()
+        if words not in rows
     ]
-    needs = {f"{words} has kernels": rows[words].since for words, rows in used.items() if words in rows}
+    needs = {explained(words): rows[words].since for words, rows in used.items() if words in rows}
     if dtype in ("bfloat16", "float32"):
-        needs[f"{dtype} products are there (pass --dtype fp16)"] = "sm80"
+        needs[f"products in {dtype} (pass --dtype fp16)"] = "sm80"
     return unknown + [
-        f"no engine for {oldest.upper()}: {what} from {since.upper()} on; choose newer GPUs or another scheme"
+        f"no engine for {oldest.upper()}: it has no kernels for {what}, which {since.upper()} has; choose newer GPUs "
+        "or another scheme"
         for what, since in needs.items()
         if order.index(oldest) < order.index(since)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,30 +39,29 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 class Profile:
     """Minimum, optimum and maximum extent of every dynamic axis, by the axis names of our graphs.
 
-    `encoder`: of the states that a decoder reads. `others`: axes of other names. `total_sequence` follows from `past`
-    and `sequence` unless `others` has it. `image_positions`: keys that layers of cross-attention have of an image.
+    `encoder_sequence`: of the states that a decoder reads. `others`: axes of other names. `total_sequence` follows from
+    `past_sequence` and `sequence` unless `others` has it. `image_positions`: keys that layers of cross-attention have
+    of an image.
     """
 
     batch: Range = (1, 1, 8)
     sequence: Range = (1, 128, 512)
-    past: Range = (0, 128, 1024)
-    encoder: Range = (1, 128, 512)
+    past_sequence: Range = (0, 128, 1024)
+    encoder_sequence: Range = (1, 128, 512)
     image_positions: int = 0
     others: Mapping[str, Range] = field(default_factory=dict)
 
     @property
     def ranges(self) -> dict[str, Range]:
-        total = tuple(a + b for a, b in zip(self.past, self.sequence, strict=True))
-        own = {"batch": self.batch, "sequence": self.sequence, "past_sequence": self.past}
-        own |= {"encoder_sequence": self.encoder, "text_batch": self.batch, "image_batch": self.batch}
-        own |= {"audio_batch": self.batch, "images": IMAGES}
+        total = tuple(a + b for a, b in zip(self.past_sequence, self.sequence, strict=True))
+        own = {name: getattr(self, name) for name in FIELDS}
+        own |= {**dict.fromkeys(BATCHES, self.batch), "images": IMAGES}
         least, optimum, most = (count * self.image_positions for count in IMAGES)
         own["image_positions"] = (least, optimum, most)
-        return {**own, **SOUND, **DENOISER, **ROWS, **SIGHT, "total_sequence": total, **self.others}  # type: ignore[dict-item]
+        return {**own, **SOUND, **DENOISER, **ROWS, **SIGHT, "total_sequence": total, **self.others}
 
 
-# Axes that are fields of a profile, by their names in our graphs; others go to `others`.
-FIELDS = {"batch": "batch", "sequence": "sequence", "past_sequence": "past", "encoder_sequence": "encoder"}
+FIELDS = ("batch", "sequence", "past_sequence", "encoder_sequence")  # of a profile; other axes go to `others`
 BATCHES = {"text_batch", "image_batch", "audio_batch"}  # axes that have the range of `batch`
 POSITIVE = {"batch", "sequence", "encoder_sequence"}  # none of these may be empty
 HOW = "write an axis as in sequence=1:128:2048 (min:opt:max)"
@@ -100,16 +99,26 @@ def parse_ranges(given: str | Mapping[str, Sequence[int]]) -> dict[str, Range]:
     return ranges
 
 
-def dynamic_axes(graph: Any) -> set[str]:
-    """The names of the axes of a graph's inputs that may have any extent. graph: ONNX's, or the path of a file."""
-    if isinstance(graph, Path):
-        import onnx
+def load_graph(path: Path) -> Any:
+    """The graph of an ONNX file, without its weights."""
+    import onnx
 
-        graph = onnx.load(graph, load_external_data=False).graph
+    return onnx.load(path, load_external_data=False).graph
+
+
+def check_axes(ranges: Mapping[str, Range], known: Iterable[str]) -> None:
+    """UsageError if a range is for an axis that no graph has. known: axes of graphs."""
+    names = {*known, *(["batch"] if BATCHES & {*known} else [])}
+    if unknown := [name for name in ranges if name not in names]:
+        raise UsageError(f"profile: no graph has a dynamic axis {unknown[0]!r}; {nearest(unknown[0], names)}")
+
+
+def dynamic_axes(graph: Any) -> set[str]:
+    """The names of the axes of a graph's inputs that may have any extent."""
     return {dim.dim_param for value in graph.input for dim in value.type.tensor_type.shape.dim if dim.dim_param}
 
 
-def profiles_of(config: Mapping[str, Any], onnx_path: Path, given: Mapping[str, Range] = {}) -> tuple[Profile, ...]:
+def profiles_of(config: Mapping[str, Any], graph: Any, given: Mapping[str, Range] = {}) -> tuple[Profile, ...]:
     """The engine's default shapes, limited by the model's positions, which past and sequence share.
 
     given: ranges instead of the default ones, of axes that the graph has. UsageError if there are fewer positions.
@@ -117,9 +126,6 @@ def profiles_of(config: Mapping[str, Any], onnx_path: Path, given: Mapping[str, 
     A decoder with a cache has two, which share its weights: for the prompt, and for one token after the other. A model
     that scans its tokens keeps a state of each step, and gets shorter ones. Buffers have one length and no range.
     """
-    import onnx
-
-    graph = onnx.load(onnx_path, load_external_data=False).graph
     known = dynamic_axes(graph)
     asked = {name: given[name] for name in given if name in known or (name == "batch" and known & BATCHES)}
     buffer = _buffer_of(graph)
@@ -133,10 +139,8 @@ def profiles_of(config: Mapping[str, Any], onnx_path: Path, given: Mapping[str, 
     most = min(most, buffer or most)
     sequence = asked.get("sequence", (1, min(128, most), most))
     past = before = asked.get("past_sequence", (0, min(128, left), left))
+    check_positions(asked, limit)
     if limit is not None:
-        for name, tokens in (("sequence", sequence[2]), ("past_sequence", past[2] + 1)):
-            if name in asked and tokens > limit:
-                raise UsageError(f"profile {name}: {tokens} tokens are more than the {limit} positions of the model")
         least, best, largest = (min(bound, max(limit - sequence[2], 1)) for bound in past)
         before = (least, best, largest)
     if buffer and sequence[2] > buffer:
@@ -144,7 +148,7 @@ def profiles_of(config: Mapping[str, Any], onnx_path: Path, given: Mapping[str, 
     others = {name: asked[name] for name in asked if name not in FIELDS}
     encoder = asked.get("encoder_sequence", (1, min(128, most), most))
     prompt = Profile(asked.get("batch", batch), sequence, before, encoder, image_positions(config), others)
-    token = replace(prompt, sequence=(1, 1, 1), past=past)
+    token = replace(prompt, sequence=(1, 1, 1), past_sequence=past)
     return (prompt, token) if cache and sequence[2] > 1 else (token if cache else prompt,)
 
 
@@ -154,14 +158,18 @@ def _buffer_of(graph: Any) -> int:
     return shapes["attention_mask"][1] if WRITE_INDICES in shapes else 0
 
 
+def check_positions(ranges: Mapping[str, Range], limit: int | None) -> None:
+    """UsageError if ranges have more tokens than a model has positions, `limit`, which may be unknown."""
+    for name, more in (("sequence", 0), ("past_sequence", 1)):  # a token follows the past
+        if limit is not None and name in ranges and (tokens := ranges[name][2] + more) > limit:
+            raise UsageError(f"profile {name}: {tokens} tokens are more than the {limit} positions of the model")
+
+
 def profile_shapes(onnx_path: Path, profile: Profile) -> dict[str, Shapes]:
     """Return input -> (min, opt, max) for every input with a dynamic axis; UsageError if an axis has no range."""
-    import onnx
-
     from bridge.targets.onnx.lint.model import axes
 
-    graph = onnx.load(onnx_path, load_external_data=False).graph
-    inputs = {value.name: axes(value.type.tensor_type) for value in graph.input}
+    inputs = {value.name: axes(value.type.tensor_type) for value in load_graph(onnx_path).input}
     ranges = profile.ranges
     wrong = [
         f"{n}: {', '.join(map(str, r))}" for n, r in ranges.items() if len(r) != 3 or not 0 <= r[0] <= r[1] <= r[2]
@@ -178,8 +186,7 @@ def profile_shapes(onnx_path: Path, profile: Profile) -> dict[str, Shapes]:
             f"{onnx_path.name}: no range for {', '.join(fold_layers(problems))}; "
             'give one: Profile(others={"NAME": (min, opt, max)})'
         )
-    if unknown := sorted(set(profile.others) - known):
-        raise UsageError(f"profile: {onnx_path.name} has no dynamic axis {unknown[0]!r}; {nearest(unknown[0], known)}")
+    check_axes(profile.others, known)
     return {name: _bounds(shape or (), ranges) for name, shape in dynamic.items()}
 
 

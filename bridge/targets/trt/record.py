@@ -49,6 +49,13 @@ class Engine:
         return dict(Counter(self.matrices.values()))
 
     @property
+    def line(self) -> str:
+        """ "TensorRT for RTX 1.7.1.116 for sm89, 1.2 GB, 0.3 GB of activations; 154 of 154 matrices run in FP8"."""
+        text = f"{self.product} {self.version} for {', '.join(self.architectures)}, {size(self.bytes)}"
+        summary = f"; {self.summary}" if self.summary else ""
+        return f"{text}, {size(self.activation_bytes)} of activations{summary}"
+
+    @property
     def summary(self) -> str:
         """ "154 of 154 matrices run in FP8"; "" without quantized matrices."""
         total = len(self.matrices)
@@ -64,26 +71,29 @@ class Engines:
 
     weights_sha256: str
     engines: tuple[Engine, ...]
+    kept: tuple[str, ...] = ()
+    """Files of engines that an earlier build made and that are valid still. It is not in `engine.json`."""
+    removed: tuple[str, ...] = ()
+    """Files of engines that belonged to another graph or to other weights, or were changed. It is not there either."""
 
     def save(self, directory: Path) -> None:
         """Write `engine.json`, last of all files."""
-        write_whole(directory / RECORD, (json.dumps(asdict(self), indent=1) + "\n").encode())
+        data = {"weights_sha256": self.weights_sha256, "engines": [asdict(engine) for engine in self.engines]}
+        write_whole(directory / RECORD, (json.dumps(data, indent=1) + "\n").encode())
 
     def lines(self) -> list[str]:
-        """What a user reads: a line for each engine, and the warnings."""
-        made = [
-            f"{engine.file}: {engine.product} {engine.version} for {', '.join(engine.architectures)}, "
-            f"{size(engine.bytes)}, {size(engine.activation_bytes)} of activations"
-            + (f"; {engine.summary}" if engine.summary else "")
-            for engine in self.engines
-        ]
-        return [*made, *(f"warning: {text}" for text in self.warnings)]
+        """What a user reads: a line for each engine, old and new, and the warnings about new ones."""
+        gone = [f"{name}: removed: it was changed, or is of another graph or of other weights" for name in self.removed]
+        every = [f"{one.file}: {'kept: ' if one.file in self.kept else ''}{one.line}" for one in self.engines]
+        return [*gone, *every, *(f"warning: {text}" for text in self.warnings)]
 
     @property
     def warnings(self) -> list[str]:
-        """A line for each engine with quantized matrices whose codes no product reads."""
+        """A line for each new engine with quantized matrices whose codes no product reads."""
         found = []
         for engine in self.engines:
+            if engine.file in self.kept:
+                continue
             dequantized = [name for name, what in engine.matrices.items() if what == DEQUANTIZED]
             if dequantized:
                 names = ", ".join(fold_layers(dequantized))
@@ -103,7 +113,7 @@ def load_engines(directory: Path) -> Engines | None:
     if not path.is_file():
         return None
     try:
-        return typed(Engines, parse_json(path.read_bytes()))
+        return typed(Engines, {**parse_json(path.read_bytes()), "kept": [], "removed": []})
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise VerifyError(f"{path}: cannot be read ({error}); build the engines again") from error
 

@@ -20,7 +20,7 @@ from bridge.quant.schemes.catalog import kv_names, scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.workflows.golden.store import CALIBRATION, Golden, Rerun
 
-ENGINE = "engine"  # TensorRT builds it from the file that the golden records
+ENGINE = ("engine", "profile")  # TensorRT builds it from the file that the golden records
 
 
 def arguments(plan: Plan, directory: Path, quant: str | Path | None = None) -> tuple[Rerun, dict[str, bytes]]:
@@ -69,7 +69,7 @@ def converted(
     rerun, made = golden.rerun, golden.snapshot.made
     if rerun.refused:
         raise GoldenError(f"this golden cannot be converted again: {rerun.refused}")
-    options = {name: value for name, value in made.options.items() if name != ENGINE and value is not None}
+    options = {name: value for name, value in made.options.items() if name not in ENGINE and value is not None}
     check_length(work)
     if work is not None and not Path(work).is_dir():
         raise UsageError(f"work={str(work)!r} is not a directory; create it, or leave it out")

@@ -106,7 +106,7 @@ def test_both_configs_say_what_modelopt_says(schemes: tuple[str, ...], kv: bool)
 def test_every_format_has_one_name_and_the_rest_is_refused() -> None:
     assert {modelopt.setting(load_scheme(s).format)["quant_algo"] for s in KINDS} <= set(modelopt_names())
     alone = Format(load_scheme("fp8").weight)  # FP8 weights without input scales: no runtime reads that
-    assert "no algorithm for weights in fp8 tensor with inputs in none" in modelopt.why_unsupported(alone)
+    assert "no algorithm for weights in fp8 per tensor with unquantized inputs" in modelopt.why_unsupported(alone)
     assert all(not modelopt.why_unsupported(load_scheme(s).format) for s in KINDS)
 
 
@@ -211,7 +211,9 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 
 
 def test_kv_in_int8_is_refused_with_what_to_use() -> None:
-    with pytest.raises(PlanError, match="KV cache: unified checkpoints hold KV scales of FP8 only, not of int8 tensor"):
+    with pytest.raises(
+        PlanError, match="KV cache: unified checkpoints hold KV scales of FP8 only, not of int8 per tensor"
+    ):
         bridge.plan(TINY, "hf", "fp8", kv="int8")
 
 

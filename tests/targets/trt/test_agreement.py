@@ -16,7 +16,7 @@ from bridge.core.progress import no_progress
 from bridge.targets.onnx.lint.problem import PORTABILITY
 from bridge.targets.trt.engine import run_builder
 from bridge.targets.trt.products import RTX, why_unavailable
-from bridge.targets.trt.profile import Profile, dynamic_axes
+from bridge.targets.trt.profile import Profile, dynamic_axes, load_graph
 from tests.targets.onnx.lint.test_lint import CASES, CLEAN, Case, findings_of
 
 pytestmark = [
@@ -54,7 +54,7 @@ def refusal(graph: Path) -> str:
     try:
         if errors := run_builder({"task": "parse", "graph": str(graph)}, no_progress)["parsed"]:
             return f"parser: {errors[0]}"
-        others = {axis: (1, 4, 8) for axis in dynamic_axes(graph) if axis not in Profile().ranges}
+        others = {axis: (1, 4, 8) for axis in dynamic_axes(load_graph(graph)) if axis not in Profile().ranges}
         job = {"graph": str(graph), "engine": str(graph.with_suffix(".engine")), "capabilities": ["sm120"]}
         run_builder({"task": "build", **job, "profiles": [asdict(Profile(others=others))]}, no_progress)
     except WriteError as error:

@@ -17,7 +17,7 @@ from bridge.core.errors import UsageError, WriteError
 from bridge.targets.trt import products as module
 from bridge.targets.trt.build import build_engine
 from bridge.targets.trt.products import EngineUnavailable, why_unavailable
-from bridge.targets.trt.profile import Profile, parse_ranges, profile_shapes, profiles_of, trtexec_line
+from bridge.targets.trt.profile import Profile, load_graph, parse_ranges, profile_shapes, profiles_of, trtexec_line
 
 PLAN = b"an engine"
 PAST = {
@@ -142,7 +142,9 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def test_profiles_cover_every_dynamic_input_and_no_other(tmp_path: Path) -> None:
-    shapes = profile_shapes(write_onnx(tmp_path), Profile(batch=(1, 2, 4), sequence=(1, 9, 30), past=(0, 11, 70)))
+    shapes = profile_shapes(
+        write_onnx(tmp_path), Profile(batch=(1, 2, 4), sequence=(1, 9, 30), past_sequence=(0, 11, 70))
+    )
     assert shapes["input_ids"] == ((1, 1), (2, 9), (4, 30))
     assert shapes["attention_mask"] == ((1, 1), (2, 20), (4, 100))
     assert shapes["past_key_values.1.value"] == ((1, 2, 0, 48), (2, 2, 11, 48), (4, 2, 70, 48))
@@ -156,7 +158,7 @@ def test_an_axis_without_a_range_is_named_with_its_remedy(tmp_path: Path) -> Non
 
 
 def test_a_range_for_an_axis_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no dynamic axis 'sequense'; known: .*nearest: sequence"):
+    with pytest.raises(UsageError, match=r"no graph has a dynamic axis 'sequense'; known: .*nearest: sequence"):
         profile_shapes(write_onnx(tmp_path), Profile(others={"sequense": (1, 2, 3)}))
 
 
@@ -288,10 +290,10 @@ def test_images_of_any_size_reach_the_largest_of_mistral_3() -> None:
 
 def test_given_ranges_share_the_positions_with_the_others(tmp_path: Path) -> None:
     """The longest text is one token behind a full past; a prompt has the positions that its past leaves."""
-    config, path = {"max_position_embeddings": 4096}, write_onnx(tmp_path)
+    config, graph = {"max_position_embeddings": 4096}, load_graph(write_onnx(tmp_path))
 
     def ranges(text: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        return [(one.sequence, one.past) for one in profiles_of(config, path, parse_ranges(text))]
+        return [(one.sequence, one.past_sequence) for one in profiles_of(config, graph, parse_ranges(text))]
 
     assert ranges("sequence=1:128:4096") == [((1, 128, 4096), (0, 1, 1)), ((1, 1, 1), (0, 128, 1024))]
     assert ranges("past_sequence=0:512:4095") == [((1, 128, 512), (0, 512, 3584)), ((1, 1, 1), (0, 512, 4095))]
@@ -301,9 +303,9 @@ def test_given_ranges_share_the_positions_with_the_others(tmp_path: Path) -> Non
 
 
 def test_a_decoder_has_a_profile_for_prompts_and_one_for_single_tokens(tmp_path: Path) -> None:
-    prompt, step = profiles_of({"max_position_embeddings": 96}, write_onnx(tmp_path))
-    assert (prompt.sequence, prompt.past) == ((1, 48, 48), (0, 48, 48))
-    assert (step.sequence, step.past, step.batch) == ((1, 1, 1), prompt.past, prompt.batch)
+    prompt, step = profiles_of({"max_position_embeddings": 96}, load_graph(write_onnx(tmp_path)))
+    assert (prompt.sequence, prompt.past_sequence) == ((1, 48, 48), (0, 48, 48))
+    assert (step.sequence, step.past_sequence, step.batch) == ((1, 1, 1), prompt.past_sequence, prompt.batch)
 
 
 def test_a_decoder_with_buffers_has_prompts_of_at_most_a_buffer(tmp_path: Path) -> None:
@@ -320,8 +322,10 @@ def test_a_decoder_with_buffers_has_prompts_of_at_most_a_buffer(tmp_path: Path) 
 
 def test_a_graph_without_a_cache_has_one_profile_and_one_that_scans_a_short_one(tmp_path: Path) -> None:
     path = write_onnx(tmp_path, {"input_ids": ("batch", "sequence")})
-    assert [profile.sequence for profile in profiles_of({}, path)] == [(1, 128, 512)]
+    assert [profile.sequence for profile in profiles_of({}, load_graph(path))] == [(1, 128, 512)]
     model = onnx.load(path)
     model.graph.node.append(helper.make_node("Scan", ["x"], ["z"]))
     path.write_bytes(model.SerializeToString())
-    assert [(profile.sequence, profile.batch) for profile in profiles_of({}, path)] == [((1, 128, 128), (1, 1, 1))]
+    assert [(profile.sequence, profile.batch) for profile in profiles_of({}, load_graph(path))] == [
+        ((1, 128, 128), (1, 1, 1))
+    ]

@@ -63,6 +63,41 @@ def test_genai_speaks_as_the_exact_session_does(scheme: str, tmp_path: Path) -> 
     assert_equal(tmp_path / "out", Runtime(tmp_path / "out"), ids)
 
 
+STEP = 2.0**-6  # between two float16 of 16, which is the largest logit
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8_wo", "int4_wo"])
+def test_genai_speaks_in_float16_as_a_float32_copy_does(scheme: str, tmp_path: Path) -> None:
+    bridge.convert(LLAMA, "trt", scheme, tmp_path / "out", dtype="fp16", verify=False)
+    logits, tokens = spoken(tmp_path / "out", np.random.default_rng(3).integers(1, 1536, (2, 23)), 4)
+    full = Runtime(tmp_path / "out").run({"input_ids": tokens[:, :-1].astype(np.int64)})["logits"][:, 22:]
+    assert logits.dtype == np.float16
+    np.testing.assert_allclose(logits, full.swapaxes(0, 1), atol=STEP, rtol=0)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_genai_speaks_in_float16_as_a_session_of_the_same_file(scheme: str, tmp_path: Path) -> None:
+    """In a float32 copy, inputs near a tie have other codes."""
+    bridge.convert(LLAMA, "trt", scheme, tmp_path / "out", dtype="fp16", verify=False, samples=4, sequence=32)
+    logits, tokens = spoken(tmp_path / "out", np.random.default_rng(5).integers(1, 1536, (2, 23)), 4)
+    full = of_session(tmp_path / "out", tokens[:, :-1].astype(np.int64))[:, 22:]
+    np.testing.assert_allclose(logits, full.swapaxes(0, 1), atol=STEP, rtol=0)
+
+
+def of_session(directory: Path, ids: np.ndarray) -> np.ndarray:
+    """Logits of a float16 file with an empty cache, as a session with default options has them."""
+    session = optimized(directory).session
+    feeds = {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "position_ids": np.tile(np.arange(ids.shape[1]), (len(ids), 1)),
+    }
+    for entry in session.get_inputs():
+        extents = [{"batch": len(ids)}.get(axis, 0) if isinstance(axis, str) else axis for axis in entry.shape]
+        feeds.setdefault(entry.name, np.zeros(extents, np.float16))
+    return session.run(["logits"], {entry.name: feeds[entry.name] for entry in session.get_inputs()})[0]
+
+
 @pytest.mark.parametrize(("scheme", "kv"), [("fp8", "fp8"), ("int8", "int8")])
 def test_genai_keeps_quantized_caches(scheme: str, kv: str, tmp_path: Path) -> None:
     bridge.convert(LLAMA, "trt", scheme, tmp_path / "out", kv=kv, verify=False, samples=4, sequence=32)

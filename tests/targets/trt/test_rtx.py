@@ -26,10 +26,10 @@ from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.targets.onnx.lint import lint
 from bridge.targets.trt import engine as engines
-from bridge.targets.trt.compiled import compiled_modules
+from bridge.targets.trt.compiled import DEQUANTIZED, compiled_modules
 from bridge.targets.trt.gpus import parse_gpus
 from bridge.targets.trt.products import RTX, EngineUnavailable, why_unavailable
-from bridge.targets.trt.record import altered_engines, load_engines
+from bridge.targets.trt.record import Engine, Engines, altered_engines, load_engines
 from tests import once
 
 pytest.importorskip("torch")
@@ -229,13 +229,16 @@ def change_weights(out: Path) -> None:
 def test_a_second_engine_joins_the_first_and_one_of_old_weights_goes(tmp_path: Path) -> None:
     out = copied("int8_wo", "fp16", tmp_path)
     for gpu in ("sm89", "sm120"):
-        bridge.engine(out, gpu, progress=False)
+        built = bridge.engine(out, gpu, progress=False)
     record = load_engines(out)
     assert record and [engine.file for engine in record.engines] == ["model.sm89.engine", "model.sm120.engine"]
+    assert built.kept == ("model.sm89.engine",) and record.kept == ()
+    assert ["kept" in line for line in built.lines()] == [True, False]
     assert not check_paths([str(out)])
     change_weights(out)
-    bridge.engine(out, "sm120", progress=False)
+    again = bridge.engine(out, "sm120", progress=False)
     assert [path.name for path in out.glob("*.engine")] == ["model.sm120.engine"]
+    assert again.removed == ("model.sm89.engine",) and again.lines()[0].startswith("model.sm89.engine: removed: ")
 
 
 def interrupt(done: int, total: int, text: str) -> None:
@@ -270,6 +273,45 @@ def test_what_fails_leaves_the_engines_and_their_record(
     assert not list(out.glob("qbridge-*"))
 
 
+def test_an_engine_that_is_kept_repeats_no_warning() -> None:
+    rows = [
+        Engine(f"{name}.engine", "TensorRT", "11", ("sm89",), "", "model.onnx", "", "", 1, 1, (), {"q": DEQUANTIZED})
+        for name in ("old", "new")
+    ]
+    made = Engines("", tuple(rows), kept=("old.engine",))
+    assert [line.partition(":")[0] for line in made.warnings] == ["new.engine"]
+
+
+@needs_rtx
+def test_the_model_card_is_written_while_no_other_build_may_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def locked(directory: Path, made: Engines) -> None:
+        with pytest.raises(WriteError, match="another process builds engines"), engines._alone(directory):
+            pass
+        named.append(made)
+
+    named: list[Engines] = []
+    monkeypatch.setattr("bridge.reporting.model_card.add_engines", locked)
+    built = bridge.engine(copied("int8_wo", "fp16", tmp_path), "sm89", progress=False)
+    assert named == [built]
+
+
+@needs_rtx
+def test_the_disk_of_an_engine_is_in_the_plan_and_refused_before_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, plan = (bridge.plan(model(), "trt", "int8_wo", dtype="fp16", **more) for more in ({}, {"engine": "l40s"}))
+    weights = sum(output.spec.nbytes for output in plan.outputs)
+    assert plan.disk - plain.disk == weights
+    assert any("of disk" in note for note in plan.notes)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=plan.disk - weights // 2))
+    with pytest.raises(WriteError, match="the plan needs"):
+        bridge.convert(model(), "trt", "int8_wo", tmp_path / "out", engine="l40s", verify=False, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
 @needs_rtx
 def test_two_builds_of_a_directory_do_not_meet(tmp_path: Path) -> None:
     out = copied("int8_wo", "fp16", tmp_path)
@@ -281,8 +323,13 @@ def test_two_builds_of_a_directory_do_not_meet(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_convert_builds_an_engine_and_another_may_follow(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = bridge.convert(model(), "trt", "int8_wo", out, engine="rtx4090", verify=False, progress=False)
-    assert any("7 of 7 matrices run in weight-only INT8" in note for note in report.notes)
+    report = bridge.convert(
+        model(), "trt", "int8_wo", out, engine="rtx4090", profile="batch=1:2:4", verify=False, progress=False
+    )
+    (engine,) = load_engines(out).engines  # type: ignore[union-attr]
+    assert engine.profiles[0]["batch"] == [1, 2, 4]
+    line = f"{engine.file}: {engine.line}"
+    assert line in report.notes and line.endswith("7 of 7 matrices run in weight-only INT8")
     assert not check_paths([str(out)])
     card = (out / "README.md").read_text()
     assert "## Quantization" in card and "| model.sm89.engine | TensorRT for RTX 1.7.1.116 | sm89 |" in card
@@ -299,7 +346,7 @@ def test_ranges_of_axes_replace_those_of_the_profiles(tmp_path: Path) -> None:
     out = copied("int8_wo", "fp16", tmp_path)
     (engine,) = bridge.engine(out, "l40s", profile="batch=1:2:4,past_sequence=0:8:16", progress=False).engines
     prompt, token = engine.profiles
-    assert (prompt["batch"], prompt["past"], token["batch"]) == ((1, 2, 4), (0, 8, 16), (1, 2, 4))
+    assert (prompt["batch"], prompt["past_sequence"], token["batch"]) == ((1, 2, 4), (0, 8, 16), (1, 2, 4))
     assert token["sequence"] == (1, 1, 1) and prompt["sequence"][2] > 1
     bad: Any
     for bad, why in (
@@ -318,14 +365,30 @@ def test_ranges_of_axes_replace_those_of_the_profiles(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=why):
             bridge.engine(out, "l40s", profile=bad, progress=False)
     with pytest.raises(UsageError, match="give gpu"):
-        bridge.engine(out, profile="batch=1:2:4")
+        bridge.engine(out, memory="1GB")
+
+
+@needs_rtx
+def test_a_profile_of_a_conversion_is_refused_before_any_work() -> None:
+    bad: Any
+    for bad, why in (
+        ({"profile": "batch=1:2:4"}, "give engine too"),
+        ({"profile": "batch=4:2:1", "engine": "l40s"}, "a range needs min <= opt <= max"),
+        ({"profile": {"pasts": (0, 1, 2)}, "engine": "l40s"}, "no graph has a dynamic axis 'pasts'"),
+        ({"profile": "sequence=1:2:513", "engine": "l40s"}, "513 tokens are more than the 512 positions"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            bridge.plan(model(), "trt", "int8_wo", **bad)
+    plan = bridge.plan(model(), "trt", "int8_wo", engine="l40s", profile={"batch": (1, 2, 4)})
+    assert plan.options["profile"] == {"batch": [1, 2, 4]}
 
 
 @needs_rtx
 @pytest.mark.slow
 def test_check_builds_and_says_what_each_matrix_is(tmp_path: Path) -> None:
     out = copied("int8_wo", "fp16", tmp_path)
-    problems, built = _built([str(out)], "l40s")
+    problems, built = _built([str(out)], "l40s", "batch=1:2:4")
+    assert built[str(out)].engines[0].profiles[0]["batch"] == (1, 2, 4)
     assert not problems and built[str(out)].engines[0].summary == "7 of 7 matrices run in weight-only INT8"
     assert not list(out.glob("*engine*"))
     with pytest.raises(UsageError, match="--build: name a directory"):
@@ -346,11 +409,12 @@ def test_a_convolution_is_a_product_and_the_worse_of_two_profiles_counts() -> No
 @pytest.mark.parametrize(
     ("form", "dtype", "gpu", "why"),
     [
-        ("int8_wo", "bf16", "t4", "bfloat16 products are there.* from SM80 on"),
-        ("fp8", "fp16", "rtx3090,rtx4090", "no engine for SM86: fp8 tensor . fp8 tensor has kernels from SM89 on"),
-        ("nvfp4_wo", "fp16", "l40s", "no engine for SM89: fp4 .* from SM120 on"),
+        ("int8_wo", "bf16", "t4", "no kernels for products in bfloat16 .*which SM80 has"),
+        ("fp8", "fp16", "rtx3090,rtx4090", "SM86: it has no kernels for weights in fp8 per tensor .*which SM89 has"),
+        ("nvfp4_wo", "fp16", "l40s", "no engine for SM89: .* weights in fp4 per block of 16, e4m3 scales with .*SM120"),
         ("int8_wo", "fp16", "h100", "SM90.*trtexec.txt"),
         ("int8_wo", "fp16", "rtx590", "unknown; nearest: rtx5090"),
+        ("int8_wo", "fp16", "banana", "unknown; known are names of NVIDIA's, and sm75, "),
     ],
 )  # fmt: skip
 def test_gpus_that_lack_a_format_are_refused_before_work(form: str, dtype: str, gpu: str, why: str) -> None:
