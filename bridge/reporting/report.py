@@ -10,10 +10,12 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, cast
 
 from bridge.core.addresses import is_remote
 from bridge.core.display import Displayed, Table
+from bridge.core.output.names import ENGINES
 from bridge.core.text import first_of, fold, fold_layers, grouped, number, pattern, size
 from bridge.reporting.columns import line, titled_table
 from bridge.reporting.loading import LOADING, Loading, loading_line, loading_rows
@@ -220,6 +222,7 @@ def report_lines(report: Report) -> list[Text]:
         line("seconds", f"{seconds}; peak memory {size(report.peak_memory)}"),
         line("parity", verdict(report) + _figures(report.parity)),
         line("written", report.out),
+        *(line("engine", note) for note in report.notes if fnmatch(note.partition(": ")[0], ENGINES[0])),
     ]
     loads = loading_line(report.programs) if report.passed else ""  # what failed is not for any program
     return lines + [line(name, text) for name, text in (("loads in", loads), ("next", report.command)) if text]
