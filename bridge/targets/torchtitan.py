@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,17 +10,24 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.errors import UsageError
 from bridge.core.values import Program, Structure
 from bridge.planning.target import Draft, Drafted
+from bridge.tables.architectures.meaning import FULL
 from bridge.targets.checkpoint import option, write_checkpoint
 from bridge.targets.dcp.target import HELP, DcpTarget, written_config
 
 if TYPE_CHECKING:
     from bridge.planning.plan import Plan
     from bridge.streaming.context import ConversionContext, WriteResult
+    from bridge.tables.architectures.arch import ArchTable
 
 ERAS = ("0.3", "0.2")
 ZERO_BIAS = "expert_bias is written as zeros: torchtitan balances experts with it in training; the model has none"
+ONLY = {"llama4": "0.2"}  # layout -> the one era that has this model
 MISTRAL_WINDOW = 4096  # transformers' default
 WINDOWLESS = "torchtitan's llama3, which this would be, sees every token before; give config={'sliding_window': None}"
+LLAMA4 = (
+    "torchtitan's llama4, which this would be, has rotary positions in every layer, sees every token before, neither "
+    "normalizes queries and keys nor lets attention grow with the position; give config={{{}}}"
+)
 
 
 @dataclass(frozen=True)
@@ -61,11 +69,16 @@ class Torchtitan(DcpTarget):
         from bridge.targets.dcp.steps import Drafting
 
         matched, dialect = match_table(draft.config, draft.specs), load_dialect(self.name)
-        also = () if draft.options.era == ERAS[0] else ("", dialect.architectures[matched.architecture])
+        era, layout = str(draft.options.era), dialect.architectures.get(matched.architecture, "")
+        also = () if era == ERAS[0] else ("", layout)
         drafted = Drafting(draft, dialect, matched, also=also, biased=True).drafted()
         window = draft.config.get("sliding_window", MISTRAL_WINDOW)
         if matched.architecture.startswith("Mistral") and window is not None:
             drafted.problems.append(("", f"sliding_window = {window}: {WINDOWLESS}"))
+        if (only := ONLY.get(layout, era)) != era:
+            drafted.problems.append(("", f"torchtitan {era} has no model for it, {only} has; give era={only!r}"))
+        if layout == "llama4" and (unlike := [*_unlike_llama4(draft.config, matched.table)]):
+            drafted.problems.append(("", LLAMA4.format(", ".join(f"{name!r}: {value}" for name, value in unlike))))
         drafted.notes += [ZERO_BIAS] * any(not step.source for step in drafted.steps)
         return drafted
 
@@ -77,6 +90,21 @@ class Torchtitan(DcpTarget):
 
         config = written_config(context.plan, context.source.config)
         return write_checkpoint(context, directory, {"config.json": config, **index_files(context.plan.files)})
+
+
+def _unlike_llama4(config: Mapping[str, Any], table: ArchTable) -> Iterator[tuple[str, str]]:
+    """Yield fields that make another model than torchtitan's, as `Llama4TextConfig` reads them, with values of that."""
+    given = {**table.computes, **config}
+    layers, interval = int(config["num_hidden_layers"]), max(1, int(given["no_rope_layer_interval"]))
+    rotary = given["no_rope_layers"] or [(layer + 1) % interval for layer in range(layers)]
+    kinds = given["layer_types"] or ["chunked_attention" if turns else FULL for turns in rotary]
+    for name in ("use_qk_norm", "attn_temperature_tuning"):
+        if given[name]:
+            yield name, "False"
+    if not all(rotary):
+        yield "no_rope_layers", f"[1] * {layers}"
+    if {*kinds} != {FULL}:
+        yield "layer_types", f"['{FULL}'] * {layers}"
 
 
 TARGET = Torchtitan()

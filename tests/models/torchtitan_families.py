@@ -93,6 +93,20 @@ GPT_OSS = TEXT | {
         "truncate": False,
     },
 }
+LLAMA4 = TEXT | {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "intermediate_size": LLAMA_FFN // 4,  # 0.2 derives it, too: of three experts and a shared one
+    "intermediate_size_mlp": LLAMA_FFN,
+    "head_dim": DIM // HEADS,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "interleave_moe_layer_step": 2,
+    "use_qk_norm": False,
+    "attn_temperature_tuning": False,
+    "no_rope_layers": [1] * LAYERS,
+    "layer_types": ["full_attention"] * LAYERS,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama3": LLAMA,
     "qwen3": QWEN3,
@@ -101,4 +115,4 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3-latent": DEEPSEEK | {"q_lora_rank": LATENT_QUERY},
 }
-EVERY = CONFIGS | {"gpt_oss": GPT_OSS}  # of which 0.2 has a model that wants a GPU
+EVERY = CONFIGS | {"gpt_oss": GPT_OSS, "llama4": LLAMA4}  # 0.2 has a gpt_oss that wants a GPU, 0.3 no llama4

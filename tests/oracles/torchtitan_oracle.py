@@ -17,7 +17,7 @@ from tests.oracles import torchtitan_process
 from tests.oracles.server import processes
 
 ERAS = ("0.2", "0.3")
-MODELS = [*((name, era) for era in ERAS for name in CONFIGS), ("gpt_oss", "0.3")]
+MODELS = [*((name, era) for era in ERAS for name in CONFIGS), ("gpt_oss", "0.3"), ("llama4", "0.2")]
 
 
 @dataclass(frozen=True)

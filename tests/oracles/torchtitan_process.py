@@ -68,7 +68,8 @@ def made(era: str, name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarr
     ids = torch.randint(0, F.VOCAB, (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = model.eval()(ids)
-    hf = _gpt_oss(adapter, native) if name == "gpt_oss" else adapter.to_hf(dict(native))
+    own = {"gpt_oss": _gpt_oss, "llama4": _llama4}.get(name)
+    hf = own(adapter, native) if own else adapter.to_hf(dict(native))
     return _arrays(native), _arrays(hf), ids.numpy(), logits.float().numpy()
 
 
@@ -77,6 +78,17 @@ def _gpt_oss(adapter: Any, native: dict[str, torch.Tensor]) -> dict[str, torch.T
     old = {re.sub(r"(mlp[12]_(weight|bias))_\w+$", r"\1", key): tensor for key, tensor in native.items()}
     found = adapter.to_hf(old).items()
     return {key.removesuffix("_blocks"): part.mT if key.endswith("_blocks") else part for key, part in found}
+
+
+def _llama4(adapter: Any, native: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The adapter knows the text model of one with images, and leaves out dense layers: those are named as Llama's."""
+    found = {key.removeprefix("language_model."): tensor for key, tensor in adapter.to_hf(dict(native)).items()}
+    dense = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    for key, tensor in native.items():
+        if ".feed_forward." in key:
+            stem, matrix, _ = key.rsplit(".", 2)
+            found[f"model.{stem}.{dense[matrix]}.weight"] = tensor
+    return found
 
 
 @torch.no_grad()
@@ -98,7 +110,7 @@ def from_hf(era: str, name: str, state: dict[str, np.ndarray]) -> dict[str, np.n
 
 def _biases(name: str, model: Any) -> list[tuple[str, torch.Tensor]]:
     """The router's correction is a buffer, which a checkpoint holds; where transformers has none it stays zero."""
-    if name in ("qwen3-moe", "gpt_oss"):
+    if name in ("qwen3-moe", "gpt_oss", "llama4"):
         return []
     return [(key, tensor) for key, tensor in model.named_buffers() if "expert_bias" in key]
 
@@ -127,12 +139,15 @@ def _adapter(era: str, family: str) -> Any:
     if era == "0.2":
         from torchtitan.models.deepseek_v3.model import state_dict_adapter as deepseek
         from torchtitan.models.llama3.model import state_dict_adapter as llama
+        from torchtitan.models.llama4.model import state_dict_adapter as llama4
         from torchtitan.models.qwen3.model import state_dict_adapter as qwen
     else:
         from torchtitan.models.deepseek_v3 import state_dict_adapter as deepseek
         from torchtitan.models.gpt_oss import state_dict_adapter as gpt_oss
         from torchtitan.models.llama3 import state_dict_adapter as llama
         from torchtitan.models.qwen3 import state_dict_adapter as qwen
+    if family == "llama4":
+        return llama4.Llama4StateDictAdapter
     if family == "gpt_oss":
         return gpt_oss.GptOssStateDictAdapter
     return {
@@ -145,14 +160,16 @@ def _adapter(era: str, family: str) -> Any:
 def _model_02(family: str) -> Any:
     from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
     from torchtitan.models.llama3.model.model import Transformer
+    from torchtitan.models.llama4.model.model import Transformer as Llama4
     from torchtitan.models.qwen3.model.model import Qwen3Model
 
-    return {"llama3": Transformer, "qwen3": Qwen3Model, "deepseek_v3": DeepSeekV3Model}[family]
+    return {"llama3": Transformer, "llama4": Llama4, "qwen3": Qwen3Model, "deepseek_v3": DeepSeekV3Model}[family]
 
 
 def _config_02(name: str) -> Any:
     from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
     from torchtitan.models.llama3.model.args import TransformerModelArgs
+    from torchtitan.models.llama4.model.args import TransformerModelArgs as Llama4Args
     from torchtitan.models.moe import MoEArgs
     from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
@@ -160,6 +177,10 @@ def _config_02(name: str) -> Any:
     moe = {"num_experts": F.EXPERTS, "top_k": F.TOP_K, "route_norm": True, "use_grouped_mm": False}
     if name == "llama3":
         return TransformerModelArgs(**same, n_kv_heads=F.KV_HEADS, multiple_of=8, max_seq_len=F.LLAMA_POSITIONS)
+    if name == "llama4":
+        routed = MoEArgs(**moe | {"route_norm": False})
+        same |= {"n_kv_heads": F.KV_HEADS, "multiple_of": 8, "norm_eps": F.LLAMA4["rms_norm_eps"]}
+        return Llama4Args(**same, max_seq_len=F.POSITIONS, moe_args=routed)
     if name.startswith("qwen3"):
         return Qwen3ModelArgs(
             **same,

@@ -29,6 +29,8 @@ ENTRIES: list[tuple[str, dict[str, Any]]] = [
     ("NemotronForCausalLM", {PARTIAL: 0.25, "rope_theta": 5e5}),
     ("Gemma3ForCausalLM", {"rope_parameters": GEMMA, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ("Gemma3ForCausalLM", {"rope_theta": 5e5, "rope_local_base_freq": 2e4}),
+    ("Gemma3ForCausalLM", {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 8.0}}),
+    ("Gemma3ForCausalLM", {"rope_parameters": GEMMA | {"full_attention": GEMMA["full_attention"] | {PARTIAL: 0.5}}}),
 ]
 
 

@@ -48,7 +48,10 @@ def spell(dialect: str, case: str, native: Tensors, centered: int | None = None)
 def put_together(tensor: Translated, native: dict[str, Native], stored: Tensors) -> np.ndarray:
     parts = [part(block, native[block.source], stored) for block in tensor.blocks]
     made = np.concatenate(parts)
-    return (made.T if tensor.turned else made).reshape(tensor.spec.shape)
+    if tensor.turned:
+        *stack, rows, columns = tensor.spec.shape
+        made = made.reshape(*stack, columns, rows).swapaxes(-1, -2)
+    return made.reshape(tensor.spec.shape)
 
 
 def part(block: Block, native: Native, stored: Tensors) -> np.ndarray:

@@ -85,7 +85,8 @@ def measure(layout: Layout, specs: Mapping[str, TensorSpec]) -> Measured:
     routed, dense = layers.get(layout.routed, set()), layers.get(layout.dense, set())
     if routed and None not in routed | dense:
         where = "layers that have no router" if dense - routed else "every layer has a router"
-        measured.facts["dense"] = Fact(tuple(sorted(layer for layer in dense - routed if layer is not None)), where)
+        for term, numbers, why in (("dense", dense - routed, where), ("routed", routed, "layers that have a router")):
+            measured.facts[term] = Fact(tuple(sorted(layer for layer in numbers if layer is not None)), why)
     for template, by_shape in shapes.items():
         _equations(measured, layout.axes[template], by_shape)
     measured.problems += mistyped(measured.facts)

@@ -60,6 +60,7 @@ TERMS = {
     "ffn": "inner width of the dense MLP",
     "moe_ffn": "inner width of one expert",
     "experts": "experts of one layer",
+    "routed": "which layers have experts",
     "positions": "learned positions",
     "context": "the longest sequence",
     "activation": "activation of the MLP: silu, gelu, gelu_pytorch_tanh, relu2",

@@ -133,7 +133,12 @@ class ForeignTensor:
         spec = self.spelled.spec
         if out is None:
             out = aligned_empty((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
-        if self.spelled.turned:
+        if self.spelled.turned and len(spec.shape) == 3:
+            for expert in range(begin, end):
+                first = expert * spec.shape[2]
+                fill = functools.partial(self._fill_from, first)
+                _Across(fill, spec.shape[2], spec.shape[1], 0, 1).turn(0, out[expert - begin])
+        elif self.spelled.turned:
             _Across(self._fill, spec.shape[1], spec.shape[0], 0, 1).turn(begin, out)
         else:
             each = self._height // max(spec.shape[0], 1)  # rows of one matrix of a stack of experts
@@ -143,6 +148,9 @@ class ForeignTensor:
     @cached_property
     def _height(self) -> int:
         return height(self.spelled.blocks)
+
+    def _fill_from(self, first: int, begin: int, end: int, out: np.ndarray) -> None:
+        self._fill(first + begin, first + end, out)
 
     def _fill(self, begin: int, end: int, out: np.ndarray) -> None:
         at = 0
@@ -193,7 +201,8 @@ class ForeignTensor:
 
 def _across(spelled: Translated) -> bool:
     """Whether a matrix is stored transposed; those of a stack are each read whole anyway."""
-    return spelled.turned or (len(spelled.spec.shape) == 2 and any(block.transposed for block in spelled.blocks))
+    turned = spelled.turned or any(block.transposed for block in spelled.blocks)
+    return len(spelled.spec.shape) == 2 and turned
 
 
 def _parts(blocks: Iterable[Block], begin: int, end: int) -> list[tuple[Block, tuple[int, int]]]:

@@ -48,14 +48,23 @@ def as_read(config: Mapping[str, Any], table: ArchTable) -> dict[str, Any]:
         del read["rope_scaling"]
         kinds = isinstance(given.get(FULL), Mapping)
         read["rope_parameters"] = {**given, FULL: {**given[FULL], **scaling}} if kinds else dict(scaling)
+    if scaling and not given and "_sliding_window_pattern" in table.computes:  # Gemma 3 has a rope_type before it reads
+        read["rope_scaling"] = {"rope_type": "default", **scaling}
     if "use_sliding_window" in table.computes and not read.get("use_sliding_window"):
         read = {name: value for name, value in read.items() if name not in ("sliding_window", "max_window_layers")}
     if PARTIAL not in table.computes:
         read.pop(PARTIAL, None)
         for name in ("rope_scaling", "rope_parameters"):
-            if (entry := read.get(name)) and entry.get("rope_type", entry.get("type", "default")) == "default":
-                read[name] = {key: value for key, value in entry.items() if key != PARTIAL}
+            if entry := read.get(name):
+                kinds = {kind: _whole(entry[kind]) for kind in (FULL, SLIDING) if entry.get(kind)}
+                read[name] = _whole(entry) | kinds
     return read
+
+
+def _whole(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A rotary entry without the part of a head that turns, which only code of scaled ones reads."""
+    scaled = entry.get("rope_type", entry.get("type", "default")) != "default"
+    return {key: value for key, value in entry.items() if scaled or key != PARTIAL}
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:

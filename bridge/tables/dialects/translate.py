@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from bridge.core.errors import PlanError, SourceError
@@ -32,7 +32,7 @@ Pattern = tuple[re.Pattern[str], DialectRow]
 
 @dataclass(frozen=True)
 class Translated:
-    """One tensor with its Hugging Face name: stacked `blocks` of native tensors, transposed if `turned`."""
+    """One tensor with its Hugging Face name: stacked `blocks` of native tensors, each matrix transposed if `turned`."""
 
     spec: TensorSpec
     blocks: Blocks
@@ -258,6 +258,9 @@ class Translator:
         expr, turned = entry.row.expr, False
         if isinstance(expr, Call) and expr.op == "transpose":
             expr, turned = expr.args[0], True
+        elif isinstance(expr, Call) and expr.op == "stack" and isinstance(inner := expr.args[0], Call):
+            turned = inner.op == "transpose"  # of parts that may be of several tensors
+            expr = replace(expr, args=inner.args) if turned else expr
         try:
             blocks = roles[expr.name, *at] if isinstance(expr, Ref) else lay_out(expr, roles, at, self.names, Rank())
         except Refusal as refusal:

@@ -29,6 +29,7 @@ from bridge.streaming.encode import write_step
 from bridge.targets import file_settings
 from tests.covering import grid
 from tests.faults.test_library import VICTIM
+from tests.models import torchtitan_families
 from tests.models.sources_made import MadeSource
 from tests.oracles import torchtitan_oracle
 from tests.sources.weights.dcp_saves import bits
@@ -108,6 +109,48 @@ def test_a_mistral_without_a_window_is_torchtitans_llama3_both_ways(era: str, tm
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(known.ids)).logits.numpy()
     assert np.abs(logits - known.logits).max() < 1e-4 * np.abs(known.logits).max()
+
+
+@pytest.mark.slow
+def test_a_llama4_read_back_without_its_config_answers_the_same_in_transformers(tmp_path: Path) -> None:
+    known = torchtitan_oracle.family("llama4", "0.2")
+    names = ("architectures", "num_attention_heads", "num_experts_per_tok", "rms_norm_eps")
+    names += ("rope_parameters", "max_position_embeddings")
+    step = known.save(tmp_path, training=True)
+    with pytest.raises(SourceError, match=r"moe_layers = \[2\], but the tensors have \(1,\)"):
+        open_source(step, config={name: known.config_hf[name] for name in names} | {"moe_layers": [2]})
+    config = {name: known.config_hf[name] for name in names}
+    bridge.convert(step, "hf", out=tmp_path / "hf", config=config, progress=False)
+    from transformers import AutoModelForCausalLM, Llama4ForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32").eval()
+    assert isinstance(model, Llama4ForCausalLM)
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(known.ids)).logits.numpy()
+    assert np.abs(logits - known.logits).max() < 1e-4 * np.abs(known.logits).max()
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"use_qk_norm": None}, "{'use_qk_norm': False}"),
+        ({"attn_temperature_tuning": 4}, "{'attn_temperature_tuning': False}"),
+        ({"no_rope_layers": [1, 0, 1]}, "{'no_rope_layers': [1] * 3}"),
+        ({"no_rope_layers": [], "no_rope_layer_interval": 2}, "{'no_rope_layers': [1] * 3}"),
+        ({"no_rope_layers": [], "no_rope_layer_interval": 4}, ""),
+        ({"layer_types": None}, "{'layer_types': ['full_attention'] * 3}"),
+    ],
+)
+def test_a_llama4_is_written_only_as_the_model_that_torchtitan_has(fields: dict[str, Any], wanted: str) -> None:
+    config = {key: value for key, value in (torchtitan_families.LLAMA4 | fields).items() if value is not None}
+    if wanted:
+        with pytest.raises(PlanError) as told:
+            bridge.plan(made(config), "torchtitan", era="0.2")
+        assert f"grow with the position; give config={wanted}" in str(told.value)
+    else:
+        with pytest.raises(PlanError, match=r"torchtitan 0\.3 has no model for it, 0\.2 has; give era='0\.2'"):
+            bridge.plan(made(config), "torchtitan")
+        assert bridge.plan(made(config), "torchtitan", era="0.2").architecture == "Llama4ForCausalLM"
 
 
 @pytest.mark.parametrize("window", [4096, None, "absent"])
