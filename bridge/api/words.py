@@ -23,6 +23,7 @@ class TargetOptions(TypedDict, total=False):
     attention_op: bool
     cache: bool | int
     custom_ops: bool
+    drafts: str
     dtype: str | None
     engine: bool | str
     era: str

@@ -16,6 +16,7 @@ from bridge.core.output.names import WRITES
 from bridge.core.remote.path import memory_ahead
 from bridge.core.text import fold_layers, fold_problems, named
 from bridge.core.values import CACHE, Format, Structure, TensorSpec
+from bridge.planning.drafts import DRAFT, with_drafts
 from bridge.planning.memory import working_set
 from bridge.planning.passthrough import REMEDY, PassthroughScheme, copied, passthrough_notes, ungrouped
 from bridge.planning.plan import PASSTHROUGH, STACKED, Plan, Step
@@ -38,15 +39,21 @@ class PlanInputs:
     target: Planner
     scheme: Scheme | None
     options: Any
+    notes: tuple[str, ...] = ()
+    """Sentences on draft layers, for the plan."""
 
     def refined(self) -> PlanInputs:
-        """The same for quantizing: fused modules split, and a tied head its own tensor, no longer the embedding's."""
-        structure = ungrouped(self.structure, self.scheme)
+        """The same for quantizing: fused modules split, and a tied head its own tensor, no longer the embedding's.
+
+        Draft layers are among the modules if they are kept.
+        """
+        structure, notes = with_drafts(self.structure, self.source, self.options, self.target.name)
+        structure = ungrouped(structure, self.scheme)
         sites = [
             replace(site, weight=alias) if (alias := f"{site.module}.weight") in structure.tied else site
             for site in structure.sites
         ]
-        return replace(self, structure=replace(structure, sites=tuple(sites)))
+        return replace(self, structure=replace(structure, sites=tuple(sites)), notes=notes)
 
 
 def check_weights(specs: Mapping[str, TensorSpec], structure: Structure, scheme: Scheme | None) -> None:
@@ -126,6 +133,7 @@ def _sized(inputs: PlanInputs, steps: list[Step], dropped: dict[str, str]) -> Pl
         side_files=tuple(name for name in sorted(source.side_files) if name not in own),
         notes=(
             *target.notes(structure, inputs.options),
+            *inputs.notes,
             *([scheme.note] if scheme and scheme.note else []),
             *_expert_notes(scheme, steps),
             *passthrough_notes(source.quantized, scheme, steps),
@@ -161,12 +169,12 @@ def _formats(inputs: PlanInputs) -> tuple[dict[str, Format | str], dict[str, lis
     refused: dict[str, list[str]] = {}
     for site in structure.sites if scheme else ():
         assert scheme
-        format_: Format | str = scheme.format_of(site)
+        copies = isinstance(scheme, PassthroughScheme)
+        format_: Format | str = DRAFT if site.keep == DRAFT and not copies else scheme.format_of(site)
         if isinstance(format_, Format):
             kept = target.why_kept(format_, site)
             reason = "" if kept else target.why_unsupported(format_, options)
             if site.stacked and not (kept or reason):
-                copies = isinstance(scheme, PassthroughScheme)
                 reason = STACKED if copies else target.why_stack_unsupported(format_, site, options)
             if reason:
                 refused.setdefault(reason, []).append(site.module)

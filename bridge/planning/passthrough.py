@@ -95,7 +95,8 @@ def passthrough_notes(quantized: Quantized | None, scheme: Scheme | None, steps:
     if not isinstance(scheme, PassthroughScheme):
         return (f"{len(modules)} weights of the source are quantized: they are dequantized first",)
     kept = {module for step in steps if step.format for module in step.modules}
-    lost = fold_layers(module for module in modules if module not in kept)
+    read = {part.source for step in steps for part in step.inputs}
+    lost = fold_layers(m for m, stored in modules.items() if m not in kept and stored.spec.name in read)
     return (f"written dequantized, since they are not quantizable matrices here: {', '.join(lost)}",) if lost else ()
 
 

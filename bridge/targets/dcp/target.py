@@ -11,6 +11,7 @@ from bridge.core.dtypes import FLOATS, dtype
 from bridge.core.errors import CannotRun, PlanError, SourceError, UsageError, VerifyError
 from bridge.core.text import nearest
 from bridge.core.values import Format, Numeric, Structure
+from bridge.planning.drafts import without_promise
 from bridge.planning.plan import Plan
 from bridge.targets.checkpoint import StreamedTarget
 from bridge.targets.config_json import config_json, with_dtype
@@ -77,4 +78,5 @@ class DcpTarget(StreamedTarget):
 def written_config(plan: Plan, config: Mapping[str, Any]) -> bytes:
     """The source's config.json, with the dtype of the weights if one was requested."""
     chosen = plan.options["dtype"]
+    config = without_promise(config, ())  # its formats have no draft layers
     return config_json(with_dtype({"dtype": chosen, **config}, chosen) if chosen else config, None, False)

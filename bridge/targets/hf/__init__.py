@@ -18,6 +18,7 @@ from bridge.core.text import byte_count, fold_problems, nearest
 from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec, main_dtype
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
+from bridge.planning.drafts import without_promise
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.sources.configs.diffusion import is_diffusion
@@ -59,6 +60,7 @@ class HfOptions:
     )
     tp: int = option(1, "ranks that will share each layer (tensor parallelism): only checked, files are the same")
     dtype: str | None = option(None, "fp16, bf16, fp32: round the model first; default: source's")
+    drafts: str = option("keep", "keep: copy draft layers (MTP) unquantized; drop: leave them out, also of config.json")
 
 
 class Hf(StreamedTarget):
@@ -113,6 +115,12 @@ class Hf(StreamedTarget):
     ) -> HfOptions:
         if options.format not in SPELLINGS:
             raise UsageError(f"format {options.format!r} is unknown; {nearest(options.format, SPELLINGS)}")
+        if options.drafts == "quantize":
+            raise UsageError(
+                "drafts 'quantize' is not built yet; use keep, which copies draft layers unquantized, or drop"
+            )
+        if options.drafts not in ("keep", "drop"):
+            raise UsageError(f"drafts {options.drafts!r} is unknown; use keep or drop")
         byte_count(options.shard_size, "shard_size")
         check_ranks(tp=options.tp)
         return dataclasses.replace(options, dtype=float_dtype(options.dtype, specs, "that weights can be rounded to"))
@@ -174,7 +182,8 @@ class Hf(StreamedTarget):
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         plan, source = context.plan, context.source
         names = names_of(plan.files)
-        config, dtype = source.config, plan.options["dtype"]
+        config = without_promise(source.config, (output.spec.name for output in plan.outputs))
+        dtype = plan.options["dtype"]
         if dtype != main_dtype(plan.sources.values()):
             config = with_dtype({"dtype": dtype, **config} if not is_diffusion(config) else config, dtype)
         files = spelling(plan.options["format"]).config_files(plan, config)

@@ -18,6 +18,7 @@ from bridge.core.errors import SourceError
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.text import fold_layers
 from bridge.core.values import TensorSpec
+from bridge.planning.drafts import lacking
 from bridge.sources.config_json import read_json
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.targets.hf.shards import Names, names_for
@@ -34,6 +35,10 @@ class Rule(NamedTuple):
     entry: bool = False
 
 
+PROMISED = (
+    "error [drafts] config.json promises draft layers, and the files lack {what}; set the number to 0, or convert the "
+    "whole checkpoint"
+)
 RULES = {
     "FP8": Rule("float8_e4m3fn", "float32", "tensor", entry=True),
     "FP8_PER_CHANNEL_PER_TOKEN": Rule("float8_e4m3fn", "float32", "channel"),
@@ -64,6 +69,7 @@ def lint(directory: Path) -> list[str]:
     holder = {name: file for file in files.values() for name in file.specs}
     specs = {name: file.specs[name] for name, file in holder.items()}
     findings = list(_index(directory, {name: list(file.specs) for name, file in files.items()}, names_for(config)))
+    findings += [PROMISED.format(what=what) for what in lacking(config, specs)]
     section = config.get("quantization_config")
     if section is None:
         stray = [name for name in specs if name.endswith(("_scale", "_scale_2"))]

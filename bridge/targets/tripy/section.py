@@ -10,6 +10,7 @@ from typing import Any
 
 from bridge.core.dtypes import FLOATS
 from bridge.core.errors import SourceError, UsageError
+from bridge.planning.drafts import without_promise
 from bridge.planning.plan import Plan, Step
 from bridge.targets.config_json import config_json
 from bridge.targets.tripy.formats import CODES, transposed
@@ -49,6 +50,7 @@ class Section:
 
 def config_file(plan: Plan, config: Mapping[str, Any]) -> bytes:
     """The source's config with the section `tripy`; tensors written under each name are no longer tied."""
+    config = without_promise(config, ())  # Tripy's models draft nothing
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", SECTION)}
     section = {"format": VERSION, **asdict(section_of(plan))}
     return config_json(plain | {SECTION: section}, None, untied=bool(plan.untied))
