@@ -1,4 +1,4 @@
-"""What the entries of a config.json change in the model, and which of them a target cannot express.
+"""What entries of a config.json change, and which a target cannot express.
 
 A field is followed by rows (a formula of the table has it), computes something (`[computes]`, and other fields of
 `[config]`), has no effect (`mappings/config.toml`), or is unknown.
