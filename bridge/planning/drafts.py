@@ -1,6 +1,7 @@
-"""Draft layers, which predict tokens ahead (MTP, NextN): servers run them, and no class of transformers has them.
+"""Draft layers, which predict tokens ahead (MTP, NextN).
 
-They are named `mtp...` or are layers after the last, `model.layers.61` of 61. Only config and names are read.
+Servers run them, and no class of transformers has them. They are named `mtp...` or are layers after the last,
+`model.layers.61` of 61. Only config and names are read.
 """
 
 from __future__ import annotations
