@@ -56,8 +56,8 @@ def as_read(config: Mapping[str, Any], table: ArchTable) -> dict[str, Any]:
         read.pop(PARTIAL, None)
         for name in ("rope_scaling", "rope_parameters"):
             if entry := read.get(name):
-                kinds = {kind: _whole(entry[kind]) for kind in (FULL, SLIDING) if entry.get(kind)}
-                read[name] = _whole(entry) | kinds
+                parts = {kind: _whole(entry[kind]) for kind in (FULL, SLIDING) if entry.get(kind)}
+                read[name] = _whole(entry) | parts
     return read
 
 
