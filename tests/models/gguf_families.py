@@ -50,6 +50,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+# Of other targets.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "granitemoe": ("GraniteMoeForCausalLM", _SQUARE | {"num_local_experts": 5}),
+}
+
 
 def byte_tokenizer(size: int = 300) -> Tokenizer:
     """A tokenizer of bytes as GPT-2's, with as many merges as fit."""
@@ -91,7 +96,7 @@ def piece_tokenizer(spaces: str) -> Tokenizer:
 
 def save(family: str, directory: Path, **changed: Any) -> Path:
     """A random model of the family in float32; nothing in it stays at a constant that hides a mix-up."""
-    name, config = FAMILIES[family]
+    name, config = (FAMILIES | OTHERS)[family]
     config = config | changed
     cls = getattr(transformers, name)
     torch.manual_seed(0)

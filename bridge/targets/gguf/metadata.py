@@ -6,7 +6,7 @@ the config; `problems` says where it is not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from bridge.core.formats.gguf import f32, u32
@@ -14,6 +14,7 @@ from bridge.core.text import described
 from bridge.sources.configs.rope import Rope, llama3_factors, rope_of
 from bridge.tables.architectures.match import Matched
 from bridge.tables.architectures.meaning import FULL, SLIDING, is_causal, malformed_rope
+from bridge.tables.expressions.grammar import roles_in
 from bridge.targets.gguf.llama_cpp import Graph, graphs
 
 ROPE_FREQS = "rope_freqs.weight"
@@ -77,14 +78,22 @@ def problems(matched: Matched) -> Iterator[str]:
     roles = {role for entry, _, _ in matched.placed.values() for role in entry.roles}
     biases = {role for role in roles if role.endswith(".bias") and "norm" not in role}
     if more := sorted(biases.difference(graph.biases)):
-        yield f"llama.cpp's {graph.name} has no {', '.join(more)}"
+        yield f"llama.cpp's {graph.name} has no {', '.join(more)}{_switched(matched, more)}"
     if "moe.gate.weight" in roles and "mlp.gate.weight" in roles:
-        yield f"some layers have no experts; llama.cpp's {graph.name} wants them in all"
+        given = _switched(matched, ["moe.gate.weight"])
+        yield f"some layers have no experts{given}; llama.cpp's {graph.name} wants them in all"
     for formula, problem in graph.refuse:
         if formula.value({name: config.get(name) for name in formula.names} | dict(matched.names)):
             yield problem
     yield from _rope_problems(rotary(config, graph), graph)
     yield from _window_problems(config, matched, graph)
+
+
+def _switched(matched: Matched, roles: Iterable[str]) -> str:
+    """The fields that decide whether the model has these roles, in brackets; "" if it always has them."""
+    rows = [row for row in matched.table.rows if row.when and row.expr and {*roles_in(row.expr)}.intersection(roles)]
+    fields = {name for row in rows if row.when for name in row.when.names}.intersection(matched.table.config)
+    return f" (config.json: {', '.join(sorted(fields))})" if fields else ""
 
 
 def _rope_problems(rope: Rope, graph: Graph) -> Iterator[str]:
@@ -119,8 +128,8 @@ def _window_problems(config: Mapping[str, Any], matched: Matched, graph: Graph) 
     for name in graph.softcaps:
         if config.get(name, 1) is None:
             yield f"{name} is null; llama.cpp's {graph.name} caps logits in any case"
-    if not graph.softcaps and any(config.get(name) for name in SOFTCAPS):
-        yield f"logits are soft-capped, which llama.cpp's {graph.name} does not compute"
+    if capped := [name for name in SOFTCAPS if config.get(name) and not graph.softcaps]:
+        yield f"{' and '.join(capped)} caps logits, which llama.cpp's {graph.name} does not compute"
 
 
 def window_notes(matched: Matched) -> list[str]:

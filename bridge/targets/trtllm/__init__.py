@@ -98,7 +98,8 @@ class Trtllm(StreamedTarget):
         config.shape(matched, vocab_multiple(draft.quantized.values()))
         drafted = Ranks(draft, dialect, matched).drafted()
         drafted.problems += _uneven(drafted, draft.options, dialect)
-        drafted.problems += [("config.json", text) for text in malformed_rope(matched.config)]
+        wrong = [*malformed_rope(matched.config), *config.unlike(matched, dialect)]
+        drafted.problems += [("config.json", text) for text in wrong]
         if window := matched.config.get("sliding_window"):
             drafted.notes.append(f"attention has a window of {window}: run with --max_attention_window_size {window}")
         return drafted

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from bridge.core.errors import PlanError
@@ -82,7 +82,31 @@ def _kind(matched: Matched, dialect: Dialect, tp: int, pp: int) -> dict[str, Any
         "rmsnorm": "final.norm.bias" not in roles,
         "lm_head_bias": False,
     }
-    return fields | ({} if learned else _rotary(config)) | _multipliers(matched)
+    biases = _biases(roles, dialect.architectures[matched.architecture])
+    return fields | ({} if learned else _rotary(config)) | _multipliers(matched) | biases
+
+
+def _biases(roles: Collection[str], layout: str) -> dict[str, bool]:
+    """Where they are not as the class of TensorRT-LLM has them; its GPT model reads `bias`, and the others not."""
+    if layout == "gpt":
+        return {}
+    given = {"attn_bias": "attn.q.bias" in roles, "mlp_bias": "mlp.up.bias" in roles}
+    usual = {"attn_bias": layout == "qwen", "mlp_bias": False}
+    return {name: has for name, has in given.items() if has != usual[name]}
+
+
+def unlike(matched: Matched, dialect: Dialect) -> Iterator[str]:
+    """What TensorRT-LLM would compute differently from the model, since its config cannot say so."""
+    config, layout = matched.config, dialect.architectures[matched.architecture]
+    roles = {role for role, _, _ in locate(matched)}
+    if "experts" in matched.names and config.get("hidden_act", "silu") != "silu":
+        yield f"hidden_act is {config['hidden_act']!r}; TensorRT-LLM's experts compute silu"
+    if layout == "gemma" and not matched.names.get("tie_word_embeddings"):
+        yield "tie_word_embeddings is false; TensorRT-LLM's gemma takes the embedding for the head"
+    if layout == "gpt" and ("attn.o.bias" in roles) != ("mlp.fc1.bias" in roles):
+        yield "attention_bias and mlp_bias differ; TensorRT-LLM's gpt has biases in both or in none"
+    if layout == "qwen" and "attn.o.bias" in roles:
+        yield "attention_bias is true; TensorRT-LLM's qwen has no bias behind attention"
 
 
 def _multipliers(matched: Matched) -> dict[str, float]:
