@@ -79,7 +79,7 @@ def run(family: str, cell: str, work: Path) -> Ended:
         _say_frames(directory, model.config)
     batches = [feeds(model, seed) for seed in range(3)]  # the last is held out
     if target == "trt" and (pixels := batches[0].get("pixel_values")) is not None and pixels.ndim > 3:
-        _say_size(directory, pixels)
+        say_size(directory, pixels)
     options: dict[str, Any] = {"own_scales": True, "dtype": "bf16"} if target == "hf" else {"verify": False}
     options |= {"dtype": "fp16"} if cell == "trt engine" else {}
     data = {"calib": batches} if scheme in ("fp8", "int4_awq") else {}
@@ -120,7 +120,7 @@ def build_engines(out: Path, work: Path) -> Ended:
     return Ended("built", "; ".join(dict.fromkeys(engine.summary for engine in engines)))
 
 
-def _say_size(directory: Path, pixels: torch.Tensor) -> None:
+def say_size(directory: Path, pixels: torch.Tensor) -> None:
     """Write the size of images as a checkpoint has it: the configs of convolutional models name none."""
     height, width = pixels.shape[-2:]
     (directory / "preprocessor_config.json").write_text(json.dumps({"size": {"height": height, "width": width}}))

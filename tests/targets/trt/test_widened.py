@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 
 import bridge
 from tests.oracles import export_oracle as oracle
 from tests.sweep.build import build, feeds
+from tests.sweep.cell import say_size
 
 
 @pytest.mark.slow
@@ -30,3 +33,16 @@ def test_a_router_in_float32_reads_its_bias_through_a_cast(tmp_path: Path) -> No
     (cast,) = (node for node in graph.node if name in node.input)
     assert stored.data_type == onnx.TensorProto.FLOAT16
     assert cast.op_type == "Cast" and cast.attribute[0].i == onnx.TensorProto.FLOAT
+
+
+@pytest.mark.slow
+def test_parts_whose_config_names_another_dtype_are_in_the_graph_s(tmp_path: Path) -> None:
+    """Configs of parts have a dtype of their own, which their classes read: half of the graph stayed float32."""
+    model = build("SiglipForImageClassification", torch.float32)
+    oracle.save(model, tmp_path / "model")
+    say_size(tmp_path / "model", feeds(model)["pixel_values"])
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["vision_config"]["dtype"] == "float32"
+    bridge.convert(tmp_path / "model", "trt", out=tmp_path / "out", dtype="fp16", verify=False, progress=False)
+    graph = ir.load(tmp_path / "out" / "model.onnx").graph
+    products = [node for node in graph if node.op_type in ("MatMul", "Gemm", "Conv")]
+    assert {value.dtype for node in products for value in node.inputs if value} == {ir.DataType.FLOAT16}

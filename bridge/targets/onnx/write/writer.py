@@ -19,6 +19,7 @@ from bridge.quant.smoothing import pre_scale
 from bridge.streaming.context import ConversionContext, WriteResult
 from bridge.streaming.passthrough import copied_constants
 from bridge.streaming.scales import input_amax
+from bridge.targets.config_json import with_dtype
 from bridge.targets.onnx.files import WEIGHTS, files_of
 from bridge.targets.onnx.formats import IR_VERSIONS, OLDEST_OPSET
 
@@ -102,8 +103,9 @@ def _request(context: ConversionContext, options: GraphOptions, part: str) -> Gr
 
     plan = context.plan
     opset = options.opset if options.attention_op else OLDEST_OPSET
+    config = with_dtype(context.source.config, options.dtype)  # of parts, too: their classes read their own
     return GraphRequest(
-        dict(context.source.config), options.task, options.dtype, opset, options.cache, options.stamp,
+        config, options.task, options.dtype, opset, options.cache, options.stamp,
         tuple(sorted(plan.sources)), dict(plan.tied), part, options.image,
         options.pooling, any(part.expert is not None for step in plan.steps for part in step.inputs),
     )  # fmt: skip
