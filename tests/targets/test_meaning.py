@@ -10,14 +10,17 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
 import bridge
 from bridge.tables.architectures.meaning import PARTIAL
 from bridge.tables.dialects.dialect import load_dialect
+from bridge.targets.onnx.run.runtime import Runtime
+from bridge.targets.tasks import listed
 from tests import once
-from tests.covering import grid
+from tests.covering import grid, usual
 from tests.models.changed_configs import changed, changes, rewrite, switches, table_of
 from tests.models.gguf_families import FAMILIES, OTHERS, save
 from tests.oracles.llama_cpp import log_probabilities
@@ -92,6 +95,40 @@ def test_llama_cpp_computes_a_changed_config_or_it_is_refused(family: str, chang
     close = GELU if family.startswith(("gemma", "gpt2", "starcoder")) else FLOAT
     for mine, wanted in list(zip(ours, expected, strict=True))[: 1 if told else None]:
         np.testing.assert_allclose(mine, wanted, atol=close, rtol=0)
+
+
+FUSED = [family for family, name in NAMES.items() if name in listed("ort", "classes")]
+KEPT = [
+    ("llama", "is_causal"),
+    ("gemma", "use_bidirectional_attention"),
+    ("llama", "rope:both"),
+    ("llama", "rope:partial"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "change"), usual(KEPT, [(family, change) for family in FUSED for change in changes(NAMES[family])])
+)
+def test_onnx_runtime_computes_a_changed_config_or_it_is_refused(family: str, change: str, tmp_path: Path) -> None:
+    """The graphs of target trt come from the model's class, or from a template; those of ort have fused attention."""
+    make(family, change, tmp_path / "source")
+    try:
+        expected = theirs(tmp_path / "source", family)
+    except Exception as error:  # its own class refuses the config
+        assert "validat" in repr(error).lower(), error
+        return
+    for target in ("trt", "ort"):
+        try:
+            bridge.convert(tmp_path / "source", target, out=tmp_path / target, verify=False)
+        except bridge.BridgeError as error:
+            assert (target, change) in (("ort", "is_causal"), ("ort", "use_bidirectional_attention")), error
+            assert change in str(error)
+            continue
+        runtime = Runtime(tmp_path / target)
+        for prompt, wanted in zip(prompts(), expected, strict=True):
+            logits = torch.tensor(runtime.run({"input_ids": np.array([prompt])})["logits"][0, -1]).double()
+            np.testing.assert_allclose(torch.log_softmax(logits, -1).numpy(), wanted, atol=FLOAT, rtol=0)
 
 
 # Change -> the entry of TensorRT-LLM's config.json that says it. No program here reads it: what its classes read is in
