@@ -82,7 +82,9 @@ def test_rotary_entries_are_merged_as_transformers_merges_them(architecture: str
 
 def test_a_key_that_no_code_reads_passes_and_one_that_is_read_does_not() -> None:
     rows = table("LlamaForCausalLM")
-    said = not_followed(rows, "LlamaForCausalLM", {"unsloth_version": "1", "made_up": 3, "attention_dropout": 0.5}, ())
+    said = not_followed(
+        rows, "LlamaForCausalLM", {"unsloth_version": "1", "training": {}, "attention_dropout": 0.5}, ()
+    )
     assert list(said) == []
     (text,) = not_followed(rows, "LlamaForCausalLM", {"is_causal": False}, ())
     assert text == (
@@ -93,6 +95,12 @@ def test_a_key_that_no_code_reads_passes_and_one_that_is_read_does_not() -> None
         "which transformers' modeling_gpt2.py reads; [computes] of mappings/arch/gpt2.toml does not list it"
     )
     assert list(not_followed(rows, "LlamaForCausalLM", {"is_causal": False}, ("is_causal",))) == []
+
+
+@pytest.mark.parametrize("architecture", ["GemmaForCausalLM", "Starcoder2ForCausalLM", "LlamaForCausalLM"])
+def test_an_activation_is_what_its_class_takes_it_for(architecture: str) -> None:
+    theirs = config_class(architecture)(hidden_act="gelu").hidden_act
+    assert as_read({"hidden_act": "gelu"}, table(architecture))["hidden_act"] == theirs
 
 
 def test_every_field_that_computes_has_a_meaning_and_no_other() -> None:

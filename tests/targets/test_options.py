@@ -44,6 +44,8 @@ GIVEN: dict[tuple[str, str], tuple[Any, str | None]] = {
 READ = {
     ("ort", "exact"): ("test_options.py", "test_exact_products_are_asked_of_the_session"),
     ("ort", "stamp"): ("onnx/export/test_stamp.py", "test_stamped_graph_computes_what_the_whole_one_does"),
+    ("hf", "drafts"): ("../planning/test_drafts.py", "test_dropped_draft_layers_are_not_promised"),
+    ("trt", "profile"): ("trt/test_rtx.py", "test_ranges_of_axes_replace_those_of_the_profiles"),
     ("trt", "task"): ("onnx/export/test_cached_keys.py", "test_each_part_of_a_request_decides_on_its_key"),
     ("trt", "attention_op"): (
         "trt/test_rtx.py",

@@ -20,7 +20,7 @@ from bridge.core.values import TensorSpec
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.configs.derive import Declared
 from bridge.sources.configs.facts import Fact
-from bridge.sources.configs.megatron import megatron_terms, terms_without_value
+from bridge.sources.configs.megatron import megatron_terms, refusals, terms_without_value
 from bridge.sources.dialects.opening import STATE, Foreign, source_of
 from bridge.sources.dialects.tensors import weights_of
 from bridge.sources.memory import bits_of, values_digest
@@ -84,7 +84,7 @@ def open_live(model: Any, config: Any = None, tokenizer: Any = None) -> HfSource
         raise SourceError(f"{where}: {split}: only a model that is whole on this rank is read; give its checkpoint")
     fields = {name: Fact(value, f"{where}: {name}") for name, value in _fields(model).items() if value is not None}
     terms, problems = megatron_terms(fields)
-    declared = Declared(terms, tuple(problems), terms_without_value(fields))
+    declared = Declared(terms, tuple(problems), terms_without_value(fields), refusals(fields))
     tensors = _Tensors(model)
     live = Foreign(Path(), where, "megatron", declared, lambda _: tensors, config, kind=LiveSource)
     return source_of(live, tokenizer)

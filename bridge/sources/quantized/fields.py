@@ -28,8 +28,12 @@ def sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def unread(section: Mapping[str, Any], method: str) -> Iterator[str]:
     """Entries of a section that are on and that `mappings/quantization.toml` does not know, each with what to do."""
     known = read_table(mappings() / "quantization.toml").section(method)
+    names, plain = {*known.get("read", ()), *known.get("without_effect", ())}, known.get("plain", {})
     for name, value in section.items():
-        if value and not any(name in names for names in known.values()):
+        excludes = name == "dynamic" and isinstance(value, Mapping)  # GPTQModel's rules: "-:" names what has no codes
+        if excludes and all(rule.startswith("-:") or not own for rule, own in value.items()):
+            continue
+        if value and name not in names and value not in plain.get(name, ()):
             yield (
                 f"quantization_config: {name} of {method} is not read, and may say what the codes mean; start from the "
                 "unquantized checkpoint"

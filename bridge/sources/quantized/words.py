@@ -99,7 +99,7 @@ def _numeric(section: Mapping[str, Any], method: str) -> Numeric | str:
 
 def _form(section: Mapping[str, Any]) -> str:
     """The name of GPTQ's checkpoint format; the first one where none is given, as gptqmodel takes it."""
-    return str(section.get("checkpoint_format") or "gptq")
+    return str(section.get("checkpoint_format") or section.get("format") or "gptq")
 
 
 def _shown(

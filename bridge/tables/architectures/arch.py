@@ -19,8 +19,8 @@ from bridge.tables.architectures.roles import InputRow, Roles, load_roles, merge
 from bridge.tables.expressions.grammar import Call, Expr, Formula, parse_formula, parse_row, roles_in
 
 _KEYS = [
-    "architectures", "prefix", "prefixes", "bare", "order", "scaled", "config", "computes", "dims", "legacy", "inputs",
-    "layouts", "foreign", "prune", "rows", "rows_if", "rows_for", "split", "tied_if", "ignore", "ignore_if",
+    "architectures", "prefix", "prefixes", "bare", "order", "scaled", "config", "computes", "reads", "dims", "legacy",
+    "inputs", "layouts", "foreign", "prune", "rows", "rows_if", "rows_for", "split", "tied_if", "ignore", "ignore_if",
     "ignore_for",
 ]  # fmt: skip
 Layouts = dict[str, tuple[str, Place]]  # architecture -> the name of its layout in a dialect, and where it is given

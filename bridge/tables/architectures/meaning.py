@@ -50,9 +50,11 @@ def as_read(config: Mapping[str, Any], table: ArchTable) -> dict[str, Any]:
         read["rope_parameters"] = {**given, FULL: {**given[FULL], **scaling}} if kinds else dict(scaling)
     if scaling and not given and "_sliding_window_pattern" in table.computes:  # Gemma 3 has a rope_type before it reads
         read["rope_scaling"] = {"rope_type": "default", **scaling}
+    for name, words in table.file.section("reads").items():
+        read |= {name: words[read[name]]} if read.get(name) in words else {}
     if "use_sliding_window" in table.computes and not read.get("use_sliding_window"):
         read = {name: value for name, value in read.items() if name not in ("sliding_window", "max_window_layers")}
-    if PARTIAL not in table.computes:
+    if table.file.section("computes") and PARTIAL not in table.computes:
         read.pop(PARTIAL, None)
         for name in ("rope_scaling", "rope_parameters"):
             if entry := read.get(name):
@@ -117,12 +119,20 @@ def _shown(value: object) -> str:
 @cache
 def _reader(name: str, architecture: str) -> str:
     """The file of transformers that reads a field for an architecture; "" if none does, as far as its text shows."""
+    word = re.escape(name)
+    for file, text in _code(architecture):
+        if re.search(rf"""config\.{word}\b|config, ["']{word}["']|kwargs\.(get|pop)\(["']{word}["']""", text):
+            return f"transformers' {file}"
+    return ""
+
+
+@cache
+def _code(architecture: str) -> tuple[tuple[str, str], ...]:
+    """The names and texts of the files with an architecture's class and its config's; none without transformers."""
     spec = find_spec("transformers")
     for folder in Path(spec.origin).parent.joinpath("models").iterdir() if spec and spec.origin else ():
         modelling = folder / f"modeling_{folder.name}.py"
-        if not modelling.is_file() or f"class {architecture}(" not in modelling.read_text("utf-8"):
-            continue
-        for file in (modelling, folder / f"configuration_{folder.name}.py"):
-            if re.search(rf"""\.{re.escape(name)}\b|["']{re.escape(name)}["']""", file.read_text("utf-8")):
-                return f"transformers' {file.name}"
-    return ""
+        if modelling.is_file() and f"class {architecture}(" in (text := modelling.read_text("utf-8")):
+            config = folder / f"configuration_{folder.name}.py"
+            return (modelling.name, text), (config.name, config.read_text("utf-8"))
+    return ()

@@ -170,7 +170,7 @@ def hyperparameters(matched: Matched) -> dict[str, Any]:
     }
     if not is_causal(config):
         keys["attention.causal"] = False
-    keys |= _experts(config, names) | _windows(config, graph)
+    keys |= _experts(names) | _windows(config, graph)
     keys = {f"{graph.name}.{key}": value for key, value in keys.items()}
     if not graph.rotary:
         return keys
@@ -188,11 +188,11 @@ def hyperparameters(matched: Matched) -> dict[str, Any]:
     return keys
 
 
-def _experts(config: Mapping[str, Any], names: Mapping[str, object]) -> dict[str, Any]:
+def _experts(names: Mapping[str, object]) -> dict[str, Any]:
     if "experts" not in names:
         return {}
-    used = config.get("num_experts_per_tok") or 2
-    keys = {"expert_count": u32(int(str(names["experts"]))), "expert_used_count": u32(int(used))}
+    used = names["num_experts_per_tok"]
+    keys = {"expert_count": u32(int(str(names["experts"]))), "expert_used_count": u32(int(str(used)))}
     if "ffn" in names and "moe_ffn" in names:
         keys["expert_feed_forward_length"] = u32(int(str(names["moe_ffn"])))
     return keys

@@ -59,7 +59,7 @@ class HfOptions:
         False, "fp8: a weight scale for each of q, k, v, gate, up, as ModelOpt writes; servers then quantize again"
     )
     tp: int = option(1, "ranks that will share each layer (tensor parallelism): only checked, files are the same")
-    dtype: str | None = option(None, "fp16, bf16, fp32: round the model first; default: source's")
+    dtype: str | None = option(None, "fp16, bf16, fp32: round first; default: source's")
     drafts: str = option("keep", "keep: copy draft layers (MTP) unquantized; drop: leave them out, also of config.json")
 
 

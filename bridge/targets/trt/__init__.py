@@ -40,7 +40,7 @@ class TrtOptions:
     """Options of target `trt`."""
 
     task: str | None = option(None, f"one of {', '.join(tasks())}; default: the architecture's")
-    dtype: str | None = option(None, "fp16, bf16, fp32 of unquantized parts; default: source's")
+    dtype: str | None = option(None, "fp16, bf16, fp32 of float parts; default: own")
     opset: int | None = option(None, "ONNX opset 21 to 24; default: the lowest that has the needed types")
     attention_op: bool = option(False, "attention as ONNX's operator (opset 23), which TensorRT fuses less often")
     cache: bool | int = option(

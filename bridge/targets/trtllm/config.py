@@ -42,7 +42,7 @@ def files(plan: Plan, matched: Matched, dialect: Dialect) -> dict[str, bytes]:
     content |= shape(matched, multiple) | _kind(matched, dialect, tp, pp)
     content |= {"mapping": {"world_size": tp * pp, "tp_size": tp, "pp_size": pp}, "quantization": quantization}
     if "experts" in matched.names:
-        experts, top = matched.names["experts"], matched.config["num_experts_per_tok"]
+        experts, top = matched.names["experts"], matched.names["num_experts_per_tok"]
         content["moe"] = {"num_experts": experts, "top_k": top, "normalization_mode": RENORMALIZE}
         content["mapping"] |= {"moe_tp_size": tp, "moe_ep_size": 1}
     return quant_cfg | {"config.json": json.dumps(content, indent=4).encode()}

@@ -13,8 +13,10 @@ import pytest
 
 from bridge.core.errors import SourceError
 from bridge.sources.opening import open_source
+from bridge.sources.quantized.fields import unread
 
 torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file as torch_load  # noqa: E402
 from safetensors.torch import save_file as torch_save  # noqa: E402
@@ -300,3 +302,31 @@ def test_a_quantized_checkpoint_whose_config_says_nothing_is_refused(tmp_path: P
     del config["quantization_config"]
     (root / "config.json").write_text(json.dumps(config))
     assert "already quantized" in refusal(root) and "float8_e4m3fn values" in refusal(root)
+
+
+@pytest.mark.parametrize(
+    ("method", "section"),
+    [
+        ("gptq", transformers.GPTQConfig(bits=4).to_dict()),
+        ("gptq", {"bits": 4, "quant_method": "gptq", "dynamic": {"-:.*attn.*": {}, "lm_head": {}}, "act_bits": 16}),
+        ("awq", transformers.AwqConfig().to_dict()),
+        ("fp8", transformers.FineGrainedFP8Config().to_dict()),
+        ("mxfp4", transformers.Mxfp4Config().to_dict()),
+    ],
+)
+def test_sections_that_programs_write_have_nothing_unread(method: str, section: dict[str, Any]) -> None:
+    assert list(unread(section, method)) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "entry"),
+    [
+        ("compressed-tensors", {"transform_config": {"config_groups": {"v": {"type": "hadamard"}}}}),
+        ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}),
+        ("gptq", {"act_bits": 8}),
+        ("fp8", {"expert_dtype": "fp4"}),
+    ],
+)
+def test_an_entry_that_may_say_what_codes_mean_is_named(method: str, entry: dict[str, Any]) -> None:
+    (text,) = unread({"quant_method": method, **entry}, method)
+    assert text.startswith(f"quantization_config: {next(iter(entry))} of {method} is not read")

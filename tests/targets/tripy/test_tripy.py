@@ -302,7 +302,7 @@ def test_every_target_refuses_what_is_no_dtype(target: str, dtype: Any) -> None:
         bridge.plan(made(), target, "int8_wo", dtype=dtype)
 
 
-@pytest.mark.parametrize(("target", "option"), [("tripy", "linear"), ("trt", "cache"), ("trt", "stamp")])
+@pytest.mark.parametrize(("target", "option"), [("tripy", "linear"), ("trt", "custom_ops"), ("trt", "stamp")])
 @pytest.mark.parametrize("value", ["no", 1, None])
 def test_an_option_of_two_values_takes_no_other(target: str, option: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"option '{option}' of target {target} must be True or False"):
