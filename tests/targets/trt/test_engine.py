@@ -311,13 +311,13 @@ def test_a_decoder_has_a_profile_for_prompts_and_one_for_single_tokens(tmp_path:
 def test_a_decoder_with_buffers_has_prompts_of_at_most_a_buffer(tmp_path: Path) -> None:
     inputs = {"input_ids": ("batch", "sequence"), "attention_mask": ("batch", 40), "write_indices": ("batch",)}
     path = write_onnx(tmp_path, inputs | {"past_key_values.0.key": ("batch", 2, 40, 8)})
-    prompt, step = profiles_of({"max_position_embeddings": 4096}, path)
+    prompt, step = profiles_of({"max_position_embeddings": 4096}, load_graph(path))
     assert (prompt.sequence, step.sequence) == ((1, 40, 40), (1, 1, 1))
     assert "write_indices:8" in trtexec_line(path, prompt) and "past_key_values.0.key:8x2x40x8" in trtexec_line(
         path, prompt
     )
     with pytest.raises(UsageError, match="profile sequence: 41 tokens are more than the 40 of the graph's buffers"):
-        profiles_of({}, path, parse_ranges("sequence=1:8:41"))
+        profiles_of({}, load_graph(path), parse_ranges("sequence=1:8:41"))
 
 
 def test_a_graph_without_a_cache_has_one_profile_and_one_that_scans_a_short_one(tmp_path: Path) -> None:
