@@ -186,6 +186,15 @@ def _noticed(text: str, case: str, dims: dict[str, int], native: Tensors, hf: Te
 # other spellings
 
 
+def test_gate_and_up_apart_become_columns_that_take_turns() -> None:
+    hf = hugging_face(CONFIGS["gpt_oss"])
+    native, name = megatron("gpt_oss", hf), "decoder.layers.1.mlp.experts.experts"
+    for expert, fused in enumerate(native.pop(f"{name}.linear_fc1.weight")):
+        gate, up = np.split(fused, 2)
+        native |= {f"{name}.{expert}.linear_fc1.weight_{w}": half for w, half in (("w", gate), ("v", up))}
+    assert_same(spell("megatron", "gpt_oss", native)[0], hf)
+
+
 def _renamed(native: Tensors, *pairs: tuple[str, str]) -> Tensors:
     out = {}
     for name, tensor in native.items():

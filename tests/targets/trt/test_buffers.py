@@ -175,7 +175,7 @@ def test_an_engine_writes_into_the_buffers_that_it_reads(
 
 def kernels(graph: Path, gpu: str, folder: Path) -> list[str]:
     """The lines of an engine's layers that are kernels."""
-    profile = Profile(batch=(1, 1, 2), sequence=(1, 16, 64), past=(0, 16, 64))
+    profile = Profile(batch=(1, 1, 2), sequence=(1, 16, 64), past_sequence=(0, 16, 64))
     job = {"task": "build", "graph": str(graph), "engine": str(folder / "engine"), "capabilities": [gpu]}
     built = run_builder({**job, "profiles": [asdict(profile)]}, lambda *at: None)["built"]
     return [line for line in built["layers"].splitlines() if line.startswith("Name:") and "LayerType:" in line]
