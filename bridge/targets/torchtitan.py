@@ -21,13 +21,8 @@ if TYPE_CHECKING:
 
 ERAS = ("0.3", "0.2")
 ZERO_BIAS = "expert_bias is written as zeros: torchtitan balances experts with it in training; the model has none"
-ONLY = {"llama4": "0.2"}  # layout -> the one era that has this model
 MISTRAL_WINDOW = 4096  # transformers' default
 WINDOWLESS = "torchtitan's llama3, which this would be, sees every token before; give config={'sliding_window': None}"
-LLAMA4 = (
-    "torchtitan's llama4, which this would be, has rotary positions in every layer, sees every token before, neither "
-    "normalizes queries and keys nor lets attention grow with the position; give config={{{}}}"
-)
 
 
 @dataclass(frozen=True)
@@ -75,10 +70,12 @@ class Torchtitan(DcpTarget):
         window = draft.config.get("sliding_window", MISTRAL_WINDOW)
         if matched.architecture.startswith("Mistral") and window is not None:
             drafted.problems.append(("", f"sliding_window = {window}: {WINDOWLESS}"))
-        if (only := ONLY.get(layout, era)) != era:
+        model = dialect.file.section("models").get(layout, {})
+        if (only := model.get("era", era)) != era:
             drafted.problems.append(("", f"torchtitan {era} has no model for it, {only} has; give era={only!r}"))
-        if layout == "llama4" and (unlike := [*_unlike_llama4(draft.config, matched.table)]):
-            drafted.problems.append(("", LLAMA4.format(", ".join(f"{name!r}: {value}" for name, value in unlike))))
+        if "unlike" in model and (fields := [*_unlike(draft.config, matched.table)]):
+            given = ", ".join(f"{name!r}: {value}" for name, value in fields)
+            drafted.problems.append(("", f"{model['unlike']}; give config={{{given}}}"))
         drafted.notes += [ZERO_BIAS] * any(not step.source for step in drafted.steps)
         return drafted
 
@@ -92,7 +89,7 @@ class Torchtitan(DcpTarget):
         return write_checkpoint(context, directory, {"config.json": config, **index_files(context.plan.files)})
 
 
-def _unlike_llama4(config: Mapping[str, Any], table: ArchTable) -> Iterator[tuple[str, str]]:
+def _unlike(config: Mapping[str, Any], table: ArchTable) -> Iterator[tuple[str, str]]:
     """Yield fields that make another model than torchtitan's, as `Llama4TextConfig` reads them, with values of that."""
     given = {**table.computes, **config}
     layers, interval = int(config["num_hidden_layers"]), max(1, int(given["no_rope_layer_interval"]))

@@ -31,8 +31,8 @@ def test_a_runtime_chooses_the_first_output_that_it_loads(quant: str | None) -> 
 def test_what_a_runtime_does_not_load_is_refused_before_work() -> None:
     with pytest.raises(SchemeError, match=r"schemes that it loads: .*fp8") as told:
         bridge.plan(TINY, "hf", "mxfp4_wo", runtime="sglang")
-    assert "--format deepseek: loads no weights in fp4 block 32 e8m0" in str(told.value)
-    with pytest.raises(BridgeError, match="int4 block 128") as told:
+    assert "--format deepseek: loads no weights in fp4 per block of 32, e8m0 scales" in str(told.value)
+    with pytest.raises(BridgeError, match="int4 per block of 128") as told:
         bridge.plan(TINY, "hf", "int4_wo", runtime="vllm", format="modelopt")
     assert "this scheme it loads from --target hf --format compressed-tensors; or from" in str(told.value)
     assert "int4_wo" not in str(told.value).rpartition("schemes that it loads there: ")[2]

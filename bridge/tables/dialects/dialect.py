@@ -30,7 +30,7 @@ from bridge.tables.expressions.grammar import Call, Expr, Ref, parse_row, roles_
 from bridge.tables.expressions.ops import ALL
 
 STAGES = ("first", "layer", "last")
-_HEAD = ("cache", "shared_head", "prefixes", "files", "architectures", "follows", "joined", "dims")
+_HEAD = ("cache", "shared_head", "prefixes", "files", "architectures", "follows", "models", "joined", "dims")
 _INNER = ("also", "ignore")  # sections of a layout besides its rows
 _KEYS = (*_HEAD, *STAGES, "for", "also", "absent", "ignore", "refused")
 

@@ -1,4 +1,4 @@
-"""Graphs with a loop in which products that would read one value have inputs of their own.
+"""Graphs with a loop, whose products get inputs of their own.
 
 TensorRT for RTX 1.7 multiplies matrices that read one value at once. If they are INT8 weights alone, and the graph has
 a Scan over tokens, it then stops: `bb.cpp:137: CHECK(op->parent() == this`. It sees through Identity, Cast, Reshape,

@@ -101,8 +101,8 @@ def unlike(matched: Matched, dialect: Dialect) -> Iterator[str]:
     roles = {role for role, _, _ in locate(matched)}
     if "experts" in matched.names and config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act is {config['hidden_act']!r}; TensorRT-LLM's experts compute silu"
-    if layout == "gemma" and not matched.names.get("tie_word_embeddings"):
-        yield "tie_word_embeddings is false; TensorRT-LLM's gemma takes the embedding for the head"
+    if layout in dialect.shared_head and not matched.names.get("tie_word_embeddings"):
+        yield f"tie_word_embeddings is false; TensorRT-LLM's {layout} takes the embedding for the head"
     if layout == "gpt" and ("attn.o.bias" in roles) != ("mlp.fc1.bias" in roles):
         yield "attention_bias and mlp_bias differ; TensorRT-LLM's gpt has biases in both or in none"
     if layout == "qwen" and "attn.o.bias" in roles:
