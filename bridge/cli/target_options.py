@@ -65,7 +65,7 @@ class TargetCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """`--no-NAME` of an option that also takes a word is `--NAME=false`: click has no such pair."""
         flags = [flag for options in target_options().values() for flag in options.values() if flag.alone]
-        pairs = {flag.names.partition("/")[2]: flag.names.partition("/")[0] for flag in flags}
+        pairs = {no: yes for yes, slash, no in (flag.names.partition("/") for flag in flags) if slash}
         return super().parse_args(ctx, [f"{pairs[arg]}=false" if arg in pairs else arg for arg in args])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

@@ -43,7 +43,8 @@ def drafts_among(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, t
 def lacking(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """What config.json promises of draft layers and a checkpoint with these tensors does not have.
 
-    A layer after the last has every module of the last; one with a name of its own, the projections of its attention.
+    A layer after the last has every module of the last, and what joins hidden states and tokens; one with a name of its
+    own, the projections of its attention.
     """
     names, count, last = list(names), promised(config), _layers(config) - 1
     drafts = drafts_among(names, config)
@@ -52,9 +53,10 @@ def lacking(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
         return [f"{number(count, 'draft layer')}, and tensors of {len(numbers)} are there"]
     own = any("mtp" in name for name in drafts)
     main = {match[2] for name in names if (match := _AFTER_LAST.fullmatch(name)) and int(match[1]) == last}
-    stacked = not any(_EXPERT.search(name) for name in drafts)
+    stacked = any(".experts." in name and not _EXPERT.search(name) for name in drafts)
     expected = {_WEIGHT.sub("", name) for name in main if _WEIGHT.search(name)}
     expected = {m for m in expected if not (stacked and ".experts." in m) and (not own or _is_projection(m))}
+    expected |= set() if own else {"eh_proj", "enorm", "hnorm"}
     missing = []
     for at in numbers if count else ():
         have = {_WEIGHT.sub("", name) for layer, name in drafts.values() if layer == at}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,16 @@ def test_draft_layers_are_copied_and_listed_as_unquantized(family: str, spelled:
         assert ("model.layers.2*" if family == "deepseek_v3" else "mtp*") in ignored
 
 
+@pytest.mark.parametrize("part", ["eh_proj", "enorm", ".mlp.experts."])
+def test_a_draft_layer_without_one_of_its_parts_is_refused(part: str, tmp_path: Path) -> None:
+    FAMILIES["deepseek_v3"](tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not (".layers.2." in name and part in name)}
+    save_file(kept, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(PlanError, match=re.escape(part.strip(".")) + r".* of draft layer 2"):
+        bridge.plan(tmp_path / "model", "hf", "int8_wo")
+
+
 def test_a_changed_draft_tensor_is_found(tmp_path: Path) -> None:
     FAMILIES["qwen3_5"](tmp_path / "model")
     bridge.convert(tmp_path / "model", "hf", "int8_wo", tmp_path / "out", progress=False, verify=False)
@@ -162,6 +173,7 @@ def test_codes_of_a_draft_layer_are_copied_with_their_scales(tmp_path: Path) -> 
     tensors, settings = load_file(tmp_path / "codes" / "model.safetensors"), config_of(tmp_path / "codes")
     settings["quantization_config"].pop("written_by")  # not DeepSeek's
     tensors["model.layers.2.eh_proj.weight"] = torch.randn(32, 64).bfloat16()
+    tensors |= {f"model.layers.2.{norm}.weight": torch.ones(32).bfloat16() for norm in ("enorm", "hnorm")}
     write(tmp_path / "two", tensors, settings | {"num_hidden_layers": 2, KEY: 1})
     bridge.convert(tmp_path / "two", "hf", out=tmp_path / "out", **options)
     written = load_file(tmp_path / "out" / "model.safetensors")

@@ -97,6 +97,12 @@ def test_a_key_that_no_code_reads_passes_and_one_that_is_read_does_not() -> None
     assert list(not_followed(rows, "LlamaForCausalLM", {"is_causal": False}, ("is_causal",))) == []
 
 
+def test_a_field_of_other_classes_is_not_read() -> None:
+    given = {"sliding_window": 8, "hidden_act": "silu"}
+    assert as_read(given, table("LlamaForCausalLM")) == {"hidden_act": "silu"}
+    assert as_read(given, table("MistralForCausalLM")) == given
+
+
 @pytest.mark.parametrize("architecture", ["GemmaForCausalLM", "Starcoder2ForCausalLM", "LlamaForCausalLM"])
 def test_an_activation_is_what_its_class_takes_it_for(architecture: str) -> None:
     theirs = config_class(architecture)(hidden_act="gelu").hidden_act

@@ -50,6 +50,9 @@ def as_read(config: Mapping[str, Any], table: ArchTable) -> dict[str, Any]:
         read["rope_parameters"] = {**given, FULL: {**given[FULL], **scaling}} if kinds else dict(scaling)
     if scaling and not given and "_sliding_window_pattern" in table.computes:  # Gemma 3 has a rope_type before it reads
         read["rope_scaling"] = {"rope_type": "default", **scaling}
+    if table.file.section("computes"):  # what other classes read and this one does not
+        own = {*table.computes, *table.config}
+        read = {name: value for name, value in read.items() if name in own or name not in shared().section("meaning")}
     for name, words in table.file.section("reads").items():
         read |= {name: words[read[name]]} if read.get(name) in words else {}
     if "use_sliding_window" in table.computes and not read.get("use_sliding_window"):
