@@ -96,8 +96,10 @@ class HfSource(SourceBase):
             digest.update(repr((spec.name, spec.shape, spec.dtype)).encode())
         for path in self._weights.files:
             stat = path.stat()
-            # a copy of a compressed archive is elsewhere
-            name = path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else path.name
+            try:
+                name = path.relative_to(self.root).as_posix()
+            except ValueError:  # a copy of a compressed archive is elsewhere
+                name = path.name
             digest.update(repr((name, stat.st_size, stat.st_mtime_ns)).encode())
         digest.update(self._weights.layout.encode())
         return digest.hexdigest()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import bridge
 from bridge.quant.schemes.load import load_scheme
@@ -147,6 +148,22 @@ WRITTEN_BY = re.compile(rb',\n    "written_by": "qbridge [^"]+"')
 def content(file: Path) -> bytes:
     """The bytes of a file, without the entry by which hf_quant_config.json says who wrote it: ModelOpt has none."""
     return WRITTEN_BY.sub(b"", file.read_bytes())
+
+
+def recast(directory: Path, before: torch.dtype, after: torch.dtype) -> None:
+    """Round what ModelOpt leaves in the model's dtype, tensors and config, as `dtype` of target hf does."""
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as stored:
+            names, metadata = list(stored.keys()), stored.metadata()
+            tensors = {name: stored.get_tensor(name) for name in names}
+        kept = ("weight_scale", "weight_scale_2", "weight_scale_inv", "input_scale", "k_scale", "v_scale")
+        rounded = {
+            name: tensor.to(after) if tensor.dtype == before and not name.endswith(kept) else tensor
+            for name, tensor in tensors.items()
+        }
+        save_file(rounded, file, metadata)
+    path, (old, new) = directory / "config.json", (str(one).removeprefix("torch.") for one in (before, after))
+    path.write_text(path.read_text().replace(f'"dtype": "{old}"', f'"dtype": "{new}"'))
 
 
 def differences(ours: Path, theirs: Path, renamed: Iterable[tuple[str, str]] = ()) -> list[str]:

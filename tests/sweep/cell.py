@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import os
+import re
 import shutil
 import traceback
 from collections.abc import Callable
@@ -369,7 +370,7 @@ def _pieces(runtime: Runtime, tokens: np.ndarray, mask: np.ndarray, cuts: list[i
 
 
 def _shortened(text: str, work: Path) -> str:
-    return " ".join(text.replace(f"{work}/", "").split())[:400]
+    return " ".join(re.sub(r"/tmp/\S+", "", text.replace(f"{work}/", "")).split())[:400]
 
 
 def _place(error: BaseException) -> str:

@@ -79,4 +79,4 @@ def written_config(plan: Plan, config: Mapping[str, Any]) -> bytes:
     """The source's config.json, with the dtype of the weights if one was requested."""
     chosen = plan.options["dtype"]
     config = without_promise(config, ())  # its formats have no draft layers
-    return config_json(with_dtype({"dtype": chosen, **config}, chosen) if chosen else config, None, False)
+    return config_json(with_dtype({**config, "dtype": chosen}, chosen) if chosen else config, None, False)

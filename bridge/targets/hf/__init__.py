@@ -185,7 +185,7 @@ class Hf(StreamedTarget):
         config = without_promise(source.config, (output.spec.name for output in plan.outputs))
         dtype = plan.options["dtype"]
         if dtype != main_dtype(plan.sources.values()):
-            config = with_dtype({"dtype": dtype, **config} if not is_diffusion(config) else config, dtype)
+            config = with_dtype(config if is_diffusion(config) else {**config, "dtype": dtype}, dtype)
         files = spelling(plan.options["format"]).config_files(plan, config)
         files = {names.at(name): content for name, content in files.items()}
         if len(plan.files) > 1:

@@ -62,6 +62,8 @@ class Case:
             theirs = oracle.export(answer, work / "theirs", oracle.DTYPES[export], shards)
         except oracle.TheirsRaises as error:
             return oracle.unexplained([str(error)], [entry for entry in entries if entry["theirs"] == "raises"])
+        if source != export:
+            oracle.recast(theirs, oracle.DTYPES[source], oracle.DTYPES[export])
         renamed = [pair for entry in entries for pair in entry.get("renamed", ())]
         return oracle.unexplained(oracle.differences(ours, theirs, renamed), entries)
 
