@@ -98,17 +98,15 @@ def test_llama_cpp_computes_a_changed_config_or_it_is_refused(family: str, chang
 
 
 FUSED = [family for family, name in NAMES.items() if name in listed("ort", "classes")]
-KEPT = [
-    ("llama", "is_causal"),
-    ("gemma", "use_bidirectional_attention"),
-    ("llama", "rope:both"),
-    ("llama", "rope:partial"),
-]
+KEPT = [("llama", "is_causal"), ("llama", "rope:both"), ("llama", "rope:partial")]
+# Gemma's classes see later tokens only where no mask is given: with one, as graphs have, they are causal.
+TWO_ANSWERS = ("use_bidirectional_attention",)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "change"), usual(KEPT, [(family, change) for family in FUSED for change in changes(NAMES[family])])
+    ("family", "change"),
+    usual(KEPT, [(f, change) for f in FUSED for change in changes(NAMES[f]) if change not in TWO_ANSWERS]),
 )
 def test_onnx_runtime_computes_a_changed_config_or_it_is_refused(family: str, change: str, tmp_path: Path) -> None:
     """The graphs of target trt come from the model's class, or from a template; those of ort have fused attention."""
@@ -122,7 +120,7 @@ def test_onnx_runtime_computes_a_changed_config_or_it_is_refused(family: str, ch
         try:
             bridge.convert(tmp_path / "source", target, out=tmp_path / target, verify=False)
         except bridge.BridgeError as error:
-            assert (target, change) in (("ort", "is_causal"), ("ort", "use_bidirectional_attention")), error
+            assert (target, change) == ("ort", "is_causal"), error
             assert change in str(error)
             continue
         runtime = Runtime(tmp_path / target)
