@@ -10,6 +10,7 @@ import functools
 import gzip
 import os
 import shutil
+import tarfile
 import zlib
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +30,11 @@ def decompressed(path: Path) -> Path:
     """
     with opened(path) as fd:
         mark = identity(fd)
+    try:
+        with gzip.open(path) as packed:  # before gigabytes of what is no archive are written
+            tarfile.TarInfo.frombuf(packed.read(tarfile.BLOCKSIZE), tarfile.ENCODING, "surrogateescape")
+    except (tarfile.HeaderError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise SourceError(f"{path}: compressed, and holds no tar archive ({error}); get it again") from error
     return _copy(path, mark)
 
 

@@ -41,7 +41,7 @@ def temporary_directory(parent: str | Path | None = None) -> Iterator[Path]:
 
 def real_path(path: Path) -> Path:
     """The absolute path of an output; of a link, that of what it names: a rename would replace the link itself."""
-    return path.resolve() if path.is_symlink() else path.absolute()
+    return path.resolve() if os.path.islink(path) else path.absolute()  # noqa: PTH114 -- False for a name that is too long
 
 
 def write_whole(path: Path, data: bytes | memoryview | Iterator[bytes], partial: str = "") -> None:

@@ -6,7 +6,6 @@ Weights are stored quantized. TensorRT's rules and their sources are listed in `
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -312,26 +311,26 @@ def _resolve_cache(given: Any) -> bool | int:
 
 
 def _rewrite(plan: Plan) -> Callable[[Graph], None] | None:
-    """What a plan changes in a float graph; nothing is imported that it does not need."""
-    options, steps = plan.options, list[Callable[["Graph"], None]]()
-    if options["logits"] == "last":
-        from bridge.targets.trt.last_token import keep_last_token
-
-        steps.append(keep_last_token)
-    if is_buffered(options["cache"]):
-        from bridge.targets.trt.buffers import write_into_buffers
-
-        steps.append(functools.partial(write_into_buffers, length=options["cache"]))
-    if any(f and f.input is None and f.weight[0].dtype == "int8" for f in (step.format for step in plan.quantized)):
-        from bridge.targets.trt.own_inputs import separate_inputs
-
-        steps.append(separate_inputs)
+    """What a plan changes in a float graph; what that needs is imported once there is a graph."""
+    options = plan.options
+    last, buffered = options["logits"] == "last", is_buffered(options["cache"])
+    own = any(f and f.input is None and f.weight[0].dtype == "int8" for f in (step.format for step in plan.quantized))
 
     def rewrite(graph: Graph) -> None:
-        for step in steps:
-            step(graph)
+        if last:
+            from bridge.targets.trt.last_token import keep_last_token
 
-    return rewrite if steps else None
+            keep_last_token(graph)
+        if buffered:
+            from bridge.targets.trt.buffers import write_into_buffers
+
+            write_into_buffers(graph, length=options["cache"])
+        if own:
+            from bridge.targets.trt.own_inputs import separate_inputs
+
+            separate_inputs(graph)
+
+    return rewrite if last or buffered or own else None
 
 
 def _resolve_engine(given: bool | str) -> bool | str:
