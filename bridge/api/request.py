@@ -16,10 +16,12 @@ from bridge.core.remote.path import remote
 from bridge.core.text import fold_problems
 from bridge.core.values import Format, Structure, main_dtype
 from bridge.planning.memory import extent, stream_memory
+from bridge.planning.passthrough import PassthroughScheme
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.checkpoint import as_stored
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.targets import load_target
@@ -174,6 +176,7 @@ def resolve(source: Source, request: Request) -> ResolvedRequest:
         raise UsageError("calib= (--calib) and data= (--data) both say what to calibrate with; give one of them")
     structure = structure_of(source)
     scheme = scheme_of(request.quant, request.kv, structure, source) or passthrough_of(request.quant, source)
+    source = as_stored(source) if isinstance(scheme, PassthroughScheme) else source
     plan_ = plan_of(source, structure, request.target, scheme, dict(request.options), request.runtime)
     if scheme and plan_.calibration and request.sampling != DEFAULT:
         plan_ = replace(plan_, calibration=need_of(source, structure, scheme, request.sampling).line())

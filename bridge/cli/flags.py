@@ -6,11 +6,13 @@ verb, which has another text, type or default. A test compares the table with th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge.api.words import TargetOptions
 from bridge.core.errors import UsageError
 from bridge.core.text import byte_count
 
@@ -147,7 +149,7 @@ FLAGS = {
         "MODEL is a LoRA adapter: merge it into its base (default), or write the base and keep it in OUT/adapter",
         metavar="merge|keep"
     ),
-    "config": Flag("JSON file; its entries replace those of config.json"),
+    "config": Flag("JSON object, or a file of one, in place of entries of config.json"),
     "inspect.config": Flag("config.yaml of what to look at; default: activations, weights", metavar="FILE"),
     "tokenizer": Flag("directory or hub id of the tokenizer; default: the model's"),
     "target": Flag("the format to write: see `qbridge show targets`", default=REQUIRED, complete=complete_target),
@@ -324,3 +326,32 @@ def flag_of(verb: str, name: str) -> Flag:
     """The row of a verb's parameter: its own, or the one that verbs share."""
     own = FLAGS.get(f"{verb}.{name}")
     return own or FLAGS[name]
+
+
+def in_flags(text: str) -> str:
+    """A message with Python's arguments as this command line has them: `calib=` is `--calib`, `kv='fp8'` is `--kv fp8`.
+
+    A call, `bridge.convert(model, quant="fp8")`, stays as it is.
+    """
+    own = [name for name, flag in FLAGS.items() if "." not in name and not flag.argument]
+    names = "|".join(sorted({*own, *TargetOptions.__annotations__}, key=len, reverse=True))
+    value = r"""'[^'\n]*'|"[^"\n]*"|\{[^\n]*?\}(?= \(--)|\{[^{}\n]*\}|(?!torch\.|tp\.|np\.)[\w./:-]*"""
+    both = re.compile(rf"(?<![\w.])(?P<name>{names})=(?P<value>{value}) \((?P<flag>--[^)\n]*)\)")
+    alone = re.compile(rf"(?<![\w.])(?P<name>{names})=(?P<value>{value})(?![={{\[(])")
+
+    def flag(match: re.Match[str]) -> str:
+        name, given = match["name"].replace("_", "-"), match["value"]
+        if given in ("True", "False"):
+            return f"--{'no-' if given == 'False' else ''}{name}"
+        if given.startswith("{"):  # an object as Python writes it
+            words = {"None": "null", "True": "true", "False": "false", "'": '"'}
+            given = "'" + re.sub("None|True|False|'", lambda word: words[word[0]], given) + "'"
+        plain = given[1:-1] if re.fullmatch(r"""(['"])[\w.:/,-]+\1""", given) else given
+        return f"--{name} {plain}".rstrip()
+
+    def written(match: re.Match[str]) -> str:
+        return match["flag"] if " " in match["flag"] or not match["value"] else flag(match)
+
+    parts = re.split(r"(\b[\w.]+\([^)\n]+\))", text)
+    parts[::2] = [alone.sub(flag, both.sub(written, part)) for part in parts[::2]]
+    return "".join(parts)

@@ -21,6 +21,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from bridge.cli.flags import in_flags
 from bridge.core.errors import BridgeError, BridgeWarning, Stopped, disk_is_full, notes_of, printable
 from bridge.core.progress import Progress, no_progress
 from bridge.core.progress_bar import Bars, bars, console
@@ -116,7 +117,7 @@ def session(*, debug: bool = False, quiet: bool = False, silent: bool = False) -
         if debug:
             traceback.print_exc(file=err)
         if not error.reported_elsewhere:
-            problem = "\n  ".join([f"{type(error).__name__}: {error}", *notes_of(error)])
+            problem = in_flags("\n  ".join([f"{type(error).__name__}: {error}", *notes_of(error)]))
         code = error.exit_code
     except (KeyboardInterrupt, Stopped) as stop:
         problem, code = _stopped(stop)
@@ -167,9 +168,9 @@ def _stopped(stop: BaseException) -> tuple[str, int]:
 def _show_warning(err: TextIO, progress: Progress, message: Warning | str, *_: Any) -> None:
     """Print one of our warnings above the bars, if there are any."""
     if isinstance(progress, Bars):
-        progress.bars.console.print(f"warning: {message}")
+        progress.bars.console.print(f"warning: {in_flags(str(message))}")
     else:
-        print(f"warning: {message}", file=err, flush=True)
+        print(f"warning: {in_flags(str(message))}", file=err, flush=True)
 
 
 def _unexpected(error: Exception, log: TextIO, debug: bool) -> str:

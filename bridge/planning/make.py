@@ -18,7 +18,14 @@ from bridge.core.text import fold_layers, fold_problems, named
 from bridge.core.values import CACHE, Format, Structure, TensorSpec
 from bridge.planning.drafts import DRAFT, with_drafts
 from bridge.planning.memory import working_set
-from bridge.planning.passthrough import REMEDY, PassthroughScheme, copied, passthrough_notes, ungrouped
+from bridge.planning.passthrough import (
+    REMEDY,
+    PassthroughScheme,
+    copied,
+    entry_problems,
+    passthrough_notes,
+    ungrouped,
+)
 from bridge.planning.plan import PASSTHROUGH, STACKED, Plan, Step
 from bridge.planning.target import Draft, Drafted, Planner
 from bridge.quant.schemes.scheme import Scheme
@@ -102,7 +109,9 @@ def _drafted(inputs: PlanInputs, formats: Mapping[str, Format | str]) -> Drafted
     drafted = target.draft(draft)
     dropped |= drafted.dropped
     steps, not_copied = copied(drafted.steps, source.quantized, scheme)
-    problems = drafted.problems + not_copied
+    methods = getattr(target, "methods", None)  # targets of third parties may lack it
+    carried = methods(inputs.options) if methods else ()
+    problems = [*drafted.problems, *not_copied, *entry_problems(source.quantized, scheme, target.name, carried)]
     if scheme and scheme.kv:
         problems += [(CACHE, why) for why in [target.why_kv_unsupported(scheme.kv, structure, inputs.options)] if why]
     read = {part.source for step in steps for part in step.inputs}
@@ -143,6 +152,7 @@ def _sized(inputs: PlanInputs, steps: list[Step], dropped: dict[str, str]) -> Pl
         traced=structure.traced,
         dialect=source.dialect,
         cuts=structure.cuts,
+        carried=dict(source.quantized.entries) if source.quantized and isinstance(scheme, PassthroughScheme) else {},
     )
 
 

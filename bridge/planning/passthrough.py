@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -87,17 +87,42 @@ def copied(
     return [step for step, _ in results], [problem for _, problems in results for problem in problems]
 
 
+def entry_problems(
+    quantized: Quantized | None, scheme: Scheme | None, target: str, methods: Collection[str]
+) -> list[tuple[str, str]]:
+    """Entries of a quantization_config that are not followed: where weights are decoded, or codes copied elsewhere.
+
+    methods: each `quant_method` that the target writes a config of.
+    """
+    if quantized is None:
+        return []
+    if not isinstance(scheme, PassthroughScheme):
+        return [("config.json", why) for why in quantized.unread]
+    names = ", ".join(quantized.entries)
+    if quantized.matrices:
+        rotated = f"{len(quantized.matrices)} matrices of {names} are not copied"
+        return [("config.json", f"quantization_config: {rotated}; {REMEDY}")]
+    if not names or quantized.method in methods:
+        return []
+    remedy = f"take the output's format (--format) of {quantized.method}, or {REMEDY}" if methods else REMEDY
+    return [("config.json", f"quantization_config: target {target} cannot say {names} of {quantized.method}; {remedy}")]
+
+
 def passthrough_notes(quantized: Quantized | None, scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...]:
     """Notes of the plan on weights that the source holds quantized."""
     if quantized is None:
         return ()
     modules = quantized.tensors.stored
+    entries = ", ".join(quantized.entries)
     if not isinstance(scheme, PassthroughScheme):
-        return (f"{len(modules)} weights of the source are quantized: they are dequantized first",)
+        undone = (f"rotations of activations are undone in the weights ({entries})",) if entries else ()
+        return (f"{len(modules)} weights of the source are quantized: they are dequantized first", *undone)
+    carried = (f"carried as it is, for the program that reads the codes: {entries} of quantization_config",)
     kept = {module for step in steps if step.format for module in step.modules}
     read = {part.source for step in steps for part in step.inputs}
     lost = fold_layers(m for m, stored in modules.items() if m not in kept and stored.spec.name in read)
-    return (f"written dequantized, since they are not quantizable matrices here: {', '.join(lost)}",) if lost else ()
+    text = f"written dequantized, since they are not quantizable matrices here: {', '.join(lost)}"
+    return (*(carried if entries else ()), *((text,) if lost else ()))
 
 
 def _copied_step(step: Step, quantized: Quantized) -> tuple[Step, list[tuple[str, str]]]:

@@ -210,6 +210,8 @@ class Plan(Displayed):
     """Role of a matrix -> how tensor-parallel ranks that load the output share it: `attn.q.weight` by 8 heads of 32."""
     program: str = ""
     """The program that the output was asked for (`runtime=`, `--for`), for example `vllm`; "" for none."""
+    carried: dict[str, Any] = field(default_factory=dict)
+    """Entries of the source's `quantization_config` that are written as they are, with the codes that they are of."""
     calibration: str = ""
     """What a calibration takes of memory, as a sentence; "" if the scheme needs none."""
 
@@ -245,6 +247,8 @@ class Plan(Displayed):
         without = ("cuts", "program", "calibration")
         decides = {name: value for name, value in vars(self).items() if name not in without}
         decides |= {"memory": 0, "dialect": ""}
+        if not self.carried:  # nor does that there are none
+            del decides["carried"]
         return hashlib.sha256(json.dumps(decides, sort_keys=True, default=vars).encode()).hexdigest()
 
     def lines(self) -> list[str]:

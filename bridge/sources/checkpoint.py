@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
@@ -16,10 +17,11 @@ from bridge.core.remote.path import remote
 from bridge.core.values import TensorSpec
 from bridge.sources.config_json import config_file
 from bridge.sources.configs.diffusion import config_text, is_diffusion, without_architecture
+from bridge.sources.configs.tokenizer_files import given_files
 from bridge.sources.live_models import loading
 from bridge.sources.quantized.fields import MODELOPT_FILE
-from bridge.sources.side_files import SideFiles, pipeline_side_files, plain_side_files
-from bridge.sources.source import SourceBase
+from bridge.sources.side_files import OWN_TOKENIZER, SideFiles, pipeline_side_files, plain_side_files
+from bridge.sources.source import Source, SourceBase
 from bridge.sources.weights.shards import Weights
 from bridge.tables.model_types import names_with
 
@@ -66,6 +68,9 @@ class HfSource(SourceBase):
         self._foreign = side_files is not None
         copied = side_files or (pipeline_side_files(root, folder) if folder else plain_side_files(root, weights))
         self.side_files, self.dropped = {**copied.files}, {**copied.dropped}
+        if tokenizer is not None and not folder and (given := given_files(tokenizer)):
+            own = {name: file for name, file in self.side_files.items() if name not in OWN_TOKENIZER}
+            self.side_files = {**own, **given}
         if quantized and self.side_files.pop(MODELOPT_FILE, None):
             self.dropped[MODELOPT_FILE] = "says how the source is quantized, which the output says for itself"
         part = root / folder if folder else root
@@ -83,6 +88,12 @@ class HfSource(SourceBase):
 
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
         return self._weights.read_rows(name, begin, end, out)
+
+    def as_stored(self) -> HfSource:
+        """The same with rotated weights as they are stored, for who copies their codes and says how they turn."""
+        result = copy.copy(self)
+        result._weights = self.quantized.stored if self.quantized else self._weights
+        return result
 
     def place(self, name: str) -> tuple[str, int]:
         shard = self._weights.holder[name]
@@ -129,3 +140,8 @@ class HfSource(SourceBase):
         """Whether transformers may make a tokenizer of the config alone: those of characters have no file."""
         own = self.config.get("model_type") in names_with("tokenizer_without_file")
         return own or "tokenizer_class" in self.config
+
+
+def as_stored(source: Source) -> Source:
+    """`HfSource.as_stored` of a source that holds codes; any other as it is."""
+    return source.as_stored() if isinstance(source, HfSource) and source.quantized else source

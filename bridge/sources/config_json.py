@@ -19,7 +19,13 @@ SIZES = {
     "n_embd", "n_layer", "n_head", "n_positions", "d_model", "d_ff", "d_kv", "ffn_dim", "encoder_layers",
     "decoder_layers", "encoder_ffn_dim", "decoder_ffn_dim", "image_size", "patch_size", "num_channels", "num_mel_bins",
 }  # fmt: skip
+ROTARY, ROTARY_PARTS = ("rope_scaling", "rope_parameters"), ("rope_theta", "partial_rotary_factor")
 OF_CODES = "quantization_config"  # its group_size may be -1
+
+
+def as_given(entries: Mapping[str, Any]) -> str:
+    """Entries of a config as a caller gives them, for a message: in Python, and at the command line."""
+    return f"config={dict(entries)} (--config '{json.dumps(entries)}')"
 
 
 def settle_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
@@ -32,27 +38,69 @@ def settle_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
 
 
 def changed_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
-    """Return the model's config, changed or replaced by what the caller gave; it must have `architectures`."""
-    if isinstance(given, str | Path):
-        config = {**(config or {}), **read_json(Path(given), f"config={given}")}
-    elif isinstance(given, Mapping):
-        config = {**(config or {}), **given}
+    """Return the model's config, changed or replaced by what the caller gave; it must have `architectures`.
+
+    given: a mapping, a JSON object as text, the path of one, or a config object.
+    """
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        given = read_json(given.encode(), "config= (--config)")
+    elif isinstance(given, str | Path):
+        given = read_json(Path(given), f"config={given} (--config)")
+    if isinstance(given, Mapping):
+        config = {**_without_outranked(config or {}, given), **given}
     elif hasattr(given, "to_dict"):
         whole = given.to_dict()
         config = {**whole, "architectures": whole.get("architectures") or (config or {}).get("architectures")}
     elif given is not None:
-        raise UsageError(f"config= takes a dict, a config object or a path, not {type(given).__name__}")
+        raise UsageError(
+            f"config= (--config) takes a dict, a config object, a JSON object or a path, not {type(given).__name__}"
+        )
     if config is None:
-        raise SourceError("config.json is missing; put it beside the weights, or give config=")
+        raise SourceError("config.json is missing; put it beside the weights, or give config= (--config)")
+    config = _named_longrope(config)
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         kind = config.get("model_type")
         example = f" (model_type is {kind!r})" if kind else ""
-        given_as = json.dumps({"architectures": [_class_of(kind) or "LlamaForCausalLM"]})
+        given_as = as_given({"architectures": [_class_of(kind) or "LlamaForCausalLM"]})
         raise SourceError(
             f"config.json has no architectures{example}: the model class is unknown; give the class that it was saved "
-            f"from: config={given_as}, or --config FILE with that JSON in it"
+            f"from: {given_as}"
         )
+    return config
+
+
+def _without_outranked(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with its rotary entries changed so that those of the caller count, as transformers ranks them.
+
+    It takes `rope_scaling` before `rope_parameters`, and what is in either before `rope_theta` beside it.
+    """
+    kept = {name: value for name, value in config.items() if name not in given}
+    parts = {name: value for name in ROTARY_PARTS if (value := given.get(name)) is not None}
+    if given.get("rope_parameters"):
+        kept.pop("rope_scaling", None)
+    elif given.get("rope_scaling") and isinstance(before := kept.pop("rope_parameters", None), Mapping):
+        kept |= {name: before[name] for name in ROTARY_PARTS if name in before and name not in given}
+    for name in ROTARY:
+        entry = kept.get(name)
+        if not isinstance(entry, Mapping) or not parts:
+            continue
+        if any(isinstance(value, Mapping) for value in entry.values()):
+            raise UsageError(
+                f"config= (--config): {', '.join(parts)}: {name} of config.json has one for each kind of layers; give "
+                f"{name} whole"
+            )
+        kept[name] = {**entry, **{part: value for part, value in parts.items() if part in entry}}
+    return kept
+
+
+def _named_longrope(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with the rotary type `su` under the name that it has had since transformers 4.44, longrope."""
+    for name in ROTARY:
+        entry = config.get(name)
+        kinds = [key for key in ("rope_type", "type") if isinstance(entry, Mapping) and entry.get(key) == "su"]
+        if kinds:
+            config = {**config, name: {**config[name], **dict.fromkeys(kinds, "longrope")}}
     return config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 
@@ -14,20 +15,23 @@ OTHER_WEIGHTS = [
     "*.pkl", "*.tflite", "*.mlmodel", "*.mlpackage/*", "*.nemo", "*.py", "consolidated*.safetensors", "original/*",
     "onnx/*", "openvino/*", "coreml/*",
 ]  # fmt: skip
+LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)  # errors of the own disk
 BIN = ["pytorch_model*.bin", "pytorch_model*.bin.index.json"]
 
 
 def snapshot(model: str | Path) -> Path:
     """Return the local directory of a hub id (`org/name`, `org/name@revision`); SourceError if it cannot be had."""
+    root = fetched(model, None, "", OTHER_WEIGHTS)
+    return root if any(root.glob("*.safetensors")) else fetched(model, BIN)
+
+
+def fetched(model: str | Path, allow: list[str] | None, where: str = "", ignore: list[str] | None = None) -> Path:
+    """Return the local directory of some files of a hub id. `where` comes before the messages."""
     text = str(model)
     match = HUB_ID.fullmatch(text)
     if isinstance(model, Path) or match is None or text.endswith((".nemo", ".safetensors", ".bin")):
-        raise SourceError(f"{text}: no such directory, and not a hub id either (org/name); check the path")
-    name, revision = match["id"], match["revision"]
-    root = _download(text, name, revision, None, OTHER_WEIGHTS)
-    if not any(root.glob("*.safetensors")):
-        root = _download(text, name, revision, BIN, None)
-    return root
+        raise SourceError(f"{where}{text}: no such directory, and not a hub id either (org/name); check the path")
+    return _download(f"{where}{text}", match["id"], match["revision"], allow, ignore)
 
 
 def _download(text: str, name: str, revision: str | None, allow: list[str] | None, ignore: list[str] | None) -> Path:
@@ -44,7 +48,9 @@ def _download(text: str, name: str, revision: str | None, allow: list[str] | Non
             return fetch(offline=False)
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
             raise
-        except OSError:
+        except OSError as error:
+            if error.errno in LOCAL:  # the hub answers
+                raise SourceError(f"{text}: cannot be written here: {error.strerror} ({error.filename})") from error
             return fetch(offline=True)
     except (OSError, errors.HFValidationError) as error:  # those of the hub are OSErrors
         whys: dict[type[Exception], str] = {

@@ -23,6 +23,7 @@ from bridge.core.text import listed, named
 from bridge.core.values import Program, TensorSpec
 from bridge.sources.config_json import settle_config
 from bridge.sources.configs.diffusion import config_text, is_diffusion_model, with_architecture
+from bridge.sources.configs.tokenizer_files import given_files
 from bridge.sources.live_models import loading
 from bridge.sources.source import SourceBase
 from bridge.sources.unsupported import quantized
@@ -69,10 +70,9 @@ class MemorySource(SourceBase):
         with temporary_directory() as root:
             if getattr(model, "generation_config", None) is not None and model.can_generate():
                 model.generation_config.save_pretrained(root)
-            if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
-                tokenizer.save_pretrained(root)
             paths = sorted(path for path in root.rglob("*") if path.is_file())
             files |= {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+        files |= given_files(tokenizer) if tokenizer is not None else {}
         files["config.json"] = config_text(self.config)
         return files
 

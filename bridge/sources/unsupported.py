@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bridge.core.dtypes import FLOATS
 from bridge.core.errors import SourceError
 from bridge.core.output.names import STEM
 from bridge.core.parsing.limited import load_json
@@ -55,6 +56,12 @@ def quantized(root: Path | None, config: Mapping[str, Any], specs: Mapping[str, 
             writer = f"{spec.dtype} values"
         if writer is not None:
             by_writer.setdefault(writer, []).append(name)
+    dtypes = {spec.dtype for spec in specs.values()}
+    if reasons and not by_writer and dtypes <= {*FLOATS, "int64", "bool"}:
+        return [
+            f"{'; '.join(reasons)}; but its tensors have plain {named(dtypes)} values: if they are those of the "
+            "unquantized model, remove this, which another model or run left; if not, get the quantized ones"
+        ]
     reasons += [f"{named(names)}: {writer}" for writer, names in by_writer.items()]
     return [f"already quantized ({'; '.join(reasons)}); {REMEDY}"] if reasons else []
 

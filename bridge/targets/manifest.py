@@ -14,6 +14,7 @@ from bridge.core.errors import VerifyError
 from bridge.core.output.names import MANIFEST
 from bridge.core.parsing.limited import MAX_WRITTEN_VALUES, parse_json
 from bridge.core.parsing.typed_json import by_line, typed
+from bridge.core.text import described
 from bridge.core.version import __version__
 from bridge.planning.plan import Plan
 from bridge.quant.schemes.grammar import Gate
@@ -56,8 +57,8 @@ def load_manifest(directory: Path) -> Manifest:
         manifest = typed(Manifest, {name: data[name] for name in ("plan", "gates", "output_gate", "written", "files")})
     except (KeyError, TypeError, ValueError) as error:
         raise VerifyError(
-            f"{directory / MANIFEST} was written by another version of bridge, this one is {__version__} "
-            f"({type(error).__name__}: {error}): convert again"
+            f"{directory / MANIFEST} cannot be read ({type(error).__name__}: {error}): it names qbridge "
+            f"{described(data.get('qbridge'))}, and this one is {__version__}; convert again"
         ) from error
     if manifest.plan.digest != data.get("plan_digest"):
         raise VerifyError(f"{directory / MANIFEST} was altered: its plan does not have its plan_digest; convert again")

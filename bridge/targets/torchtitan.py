@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.errors import UsageError
 from bridge.core.values import Program, Structure
 from bridge.planning.target import Draft, Drafted
-from bridge.tables.architectures.meaning import FULL
+from bridge.sources.config_json import as_given
+from bridge.tables.architectures.meaning import FULL, window_of
 from bridge.targets.checkpoint import option, write_checkpoint
 from bridge.targets.dcp.target import HELP, DcpTarget, written_config
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 ERAS = ("0.3", "0.2")
 ZERO_BIAS = "expert_bias is written as zeros: torchtitan balances experts with it in training; the model has none"
 MISTRAL_WINDOW = 4096  # transformers' default
-WINDOWLESS = "torchtitan's llama3, which this would be, sees every token before; give config={'sliding_window': None}"
+WINDOWLESS = "torchtitan's llama3, which this would be, sees every token before"
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,15 @@ class Torchtitan(DcpTarget):
         era, layout = str(draft.options.era), dialect.architectures.get(matched.architecture, "")
         also = () if era == ERAS[0] else ("", layout)
         drafted = Drafting(draft, dialect, matched, also=also, biased=True).drafted()
-        window = draft.config.get("sliding_window", MISTRAL_WINDOW)
-        if matched.architecture.startswith("Mistral") and window is not None:
-            drafted.problems.append(("", f"sliding_window = {window}: {WINDOWLESS}"))
+        window = window_of(draft.config, MISTRAL_WINDOW)
+        if matched.architecture.startswith("Mistral") and window:
+            give = as_given({"sliding_window": None})
+            drafted.problems.append(("", f"sliding_window = {window}: {WINDOWLESS}; give {give}"))
         model = dialect.file.section("models").get(layout, {})
         if (only := model.get("era", era)) != era:
             drafted.problems.append(("", f"torchtitan {era} has no model for it, {only} has; give era={only!r}"))
-        if "unlike" in model and (fields := [*_unlike(draft.config, matched.table)]):
-            given = ", ".join(f"{name!r}: {value}" for name, value in fields)
-            drafted.problems.append(("", f"{model['unlike']}; give config={{{given}}}"))
+        if "unlike" in model and (fields := dict(_unlike(draft.config, matched.table))):
+            drafted.problems.append(("", f"{model['unlike']}; give {as_given(fields)}"))
         drafted.notes += [ZERO_BIAS] * any(not step.source for step in drafted.steps)
         return drafted
 
@@ -89,7 +90,7 @@ class Torchtitan(DcpTarget):
         return write_checkpoint(context, directory, {"config.json": config, **index_files(context.plan.files)})
 
 
-def _unlike(config: Mapping[str, Any], table: ArchTable) -> Iterator[tuple[str, str]]:
+def _unlike(config: Mapping[str, Any], table: ArchTable) -> Iterator[tuple[str, Any]]:
     """Yield fields that make another model than torchtitan's, as `Llama4TextConfig` reads them, with values of that."""
     given = {**table.computes, **config}
     layers, interval = int(config["num_hidden_layers"]), max(1, int(given["no_rope_layer_interval"]))
@@ -97,11 +98,11 @@ def _unlike(config: Mapping[str, Any], table: ArchTable) -> Iterator[tuple[str, 
     kinds = given["layer_types"] or ["chunked_attention" if turns else FULL for turns in rotary]
     for name in ("use_qk_norm", "attn_temperature_tuning"):
         if given[name]:
-            yield name, "False"
+            yield name, False
     if not all(rotary):
-        yield "no_rope_layers", f"[1] * {layers}"
+        yield "no_rope_layers", [1] * layers
     if {*kinds} != {FULL}:
-        yield "layer_types", f"['{FULL}'] * {layers}"
+        yield "layer_types", [FULL] * layers
 
 
 TARGET = Torchtitan()

@@ -18,8 +18,9 @@ from bridge.core.output.names import CALIBRATION
 from bridge.core.progress import Progress
 from bridge.core.remote.path import remote
 from bridge.core.text import layer_of
-from bridge.planning.plan import Plan
+from bridge.planning.plan import PASSTHROUGH, Plan
 from bridge.quant.calibration import Calibration, HeldOut
+from bridge.sources.checkpoint import as_stored
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest, altered
@@ -73,7 +74,7 @@ def prove(
     `memory`: bytes that comparing weights may use; None takes the plan's.
     """
     plan = manifest.plan
-    target = load_target(plan.target)
+    target, source = load_target(plan.target), as_stored(source) if plan.scheme == PASSTHROUGH else source
     findings = list(target.lint(directory, plan))
     if not remote(directory):
         findings += [finding for finding in altered(directory, manifest) if finding not in findings]

@@ -10,7 +10,7 @@ import click
 import pytest
 
 import bridge
-from bridge.cli.flags import FLAGS, REQUIRED, flag_of
+from bridge.cli.flags import FLAGS, REQUIRED, flag_of, in_flags
 from bridge.cli.main import VERBS, app
 from bridge.workflows.batch.run import BatchOptions
 
@@ -88,3 +88,20 @@ def test_every_row_belongs_to_a_verb() -> None:
 
 def test_a_batch_asks_with_the_rows_of_its_flags() -> None:
     assert {*inspect.signature(BatchOptions).parameters} == {*rows("batch")} - PRINTED - {"manifest"}
+
+
+@pytest.mark.parametrize(
+    ("text", "typed"),
+    [
+        ("calib= (--calib) and data= (--data) both say", "--calib and --data both say"),
+        ("give tokenizer=; use kv='fp8' or 'int8'", "give --tokenizer; use --kv fp8 or 'int8'"),
+        ("use quant='none' (--quant none) to dequantize", "use --quant none to dequantize"),
+        ("leave the cache out: cache=False", "leave the cache out: --no-cache"),
+        ("config=/a/b.json (--config): cannot be read", "--config /a/b.json: cannot be read"),
+        ("give config={'window': None}", """give --config '{"window": null}'"""),
+        ("""config={'a': [1]} (--config '{"a": [1]}')""", """--config '{"a": [1]}'"""),
+        ("dtype=torch.bfloat16, bridge.convert(model, quant='fp8')",) * 2,
+    ],
+)
+def test_a_message_names_arguments_as_they_are_typed(text: str, typed: str) -> None:
+    assert in_flags(text) == typed

@@ -284,7 +284,7 @@ def test_help_has_sections_and_one_line_for_the_dtype_of_each_target() -> None:
 
 def test_an_empty_value_stays_empty() -> None:
     """It was read as the off form of an option that takes words: `--out "$UNSET"` wrote a directory of that name."""
-    assert "quant='' is unknown" in run("plan", str(MODEL), "--target", "hf", "--quant", "").stderr
+    assert "--quant '' is unknown" in run("plan", str(MODEL), "--target", "hf", "--quant", "").stderr
 
 
 def test_a_config_without_a_class_is_told_the_class_of_its_model_type(tmp_path: Path) -> None:

@@ -38,11 +38,11 @@ def changed(**rows: Any) -> dict[str, Any]:
 
 
 BAD = {
-    "truncated data": (GOOD, bytes(20), "truncated: tensors take 29 bytes, the file holds 20"),
+    "truncated data": (GOOD, bytes(20), "shorter than its tensors: tensors take 29 bytes, the file holds 20"),
     "trailing data": (GOOD, bytes(31), "longer than its tensors"),
     "overlap": (changed(b={"data_offsets": [20, 25]}), bytes(25), "b overlaps"),
     "hole": (changed(b={"data_offsets": [26, 31]}), bytes(31), "b leaves a hole of 2 bytes"),
-    "out of bounds": (changed(b={"data_offsets": [24, 29]}), bytes(24), "truncated"),
+    "out of bounds": (changed(b={"data_offsets": [24, 29]}), bytes(24), "shorter than its tensors"),
     "offsets reversed": (changed(a={"data_offsets": [24, 0]}), bytes(29), r"a: data_offsets must be \[begin, end\]"),
     "three offsets": (changed(a={"data_offsets": [0, 24, 24]}), bytes(29), "a: data_offsets must be"),
     "negative offset": (changed(a={"data_offsets": [-4, 20]}), bytes(29), "a: data_offsets must be a list of non-neg"),

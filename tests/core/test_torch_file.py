@@ -10,6 +10,7 @@ import pickletools
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,14 +128,33 @@ def refusal(path: Path) -> str:
 def test_truncated_zip(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "m.bin"
     path.write_bytes(saved(path)[:keep])
-    assert "truncated" in refusal(path)
+    assert "the zip has no end record: its end is missing, or something was written behind it" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda data: data + bytes(1 << 17), "or something was written behind it"),
+        (lambda data: data.replace(b"PK\x03\x04", b"PK\x03\x05"), "does not begin at byte"),
+        (
+            lambda data: data[: data.rindex(b"PK\x05\x06") + 16] + b"\xff\xff\xff\x00" + data[-2:],
+            "or its end record is wrong",
+        ),
+    ],
+)
+def test_a_whole_zip_is_not_called_truncated(tmp_path: Path, spoil: Callable[[bytes], bytes], why: str) -> None:
+    path = tmp_path / "m.bin"
+    data = spoil(saved(path))
+    path.write_bytes(data if data[:4] == b"PK\x03\x04" else b"PK\x03\x04" + data[4:])
+    message = refusal(path)
+    assert why in message and "truncated" not in message
 
 
 def test_truncated_legacy(tmp_path: Path) -> None:
     path = tmp_path / "m.bin"
     torch.save({"a": torch.arange(100.0)}, path, _use_new_zipfile_serialization=False)
     path.write_bytes(path.read_bytes()[:-8])
-    assert "truncated: the tensors end at byte" in refusal(path)
+    assert "shorter than its tensors: the tensors end at byte" in refusal(path)
 
 
 def test_flipped_bit_is_found_when_read(tmp_path: Path) -> None:

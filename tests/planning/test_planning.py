@@ -149,6 +149,13 @@ def test_unknown_words_are_told_the_known_ones() -> None:
             bridge.plan(headers_only(), **call)
 
 
+@pytest.mark.parametrize("target", ["trt", "ort"])
+def test_a_config_without_a_model_type_is_refused_before_its_graph_is_made(target: str) -> None:
+    typed = """--config '{"model_type": "llama"}'"""
+    with pytest.raises(PlanError, match=f"config.json has no model_type.*{re.escape(typed)}"):
+        bridge.plan(str(TINY), target=target, config={"model_type": None})
+
+
 def test_half_graphs_need_an_opset_with_float32_scales() -> None:
     plan = bridge.plan(headers_only(), target="trt", quant="fp8", dtype="fp16")
     assert plan.options["opset"] == 23

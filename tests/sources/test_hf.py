@@ -178,19 +178,21 @@ def test_config_can_come_from_a_file_when_there_is_none(single: Path, tmp_path: 
 
 def test_a_broken_file_of_config_is_named_by_its_path(single: Path, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{")
-    assert f"config={tmp_path / 'other.json'}: cannot be read as JSON" in refusal(
+    assert f"config={tmp_path / 'other.json'} (--config): cannot be read as JSON" in refusal(
         single, config=tmp_path / "other.json"
     )
 
 
 def test_config_of_a_wrong_type_is_a_usage_error(single: Path) -> None:
-    with pytest.raises(UsageError, match="config= takes a dict, a config object or a path, not int"):
+    with pytest.raises(
+        UsageError, match=r"config= \(--config\) takes a dict, a config object, a JSON object or a path, not int"
+    ):
         open_source(single, config=3)
 
 
 def test_missing_config_says_what_to_do(single: Path) -> None:
     (single / "config.json").unlink()
-    assert refusal(single) == f"{single}: config.json is missing; put it beside the weights, or give config="
+    assert refusal(single) == f"{single}: config.json is missing; put it beside the weights, or give config= (--config)"
 
 
 def test_config_that_is_no_json_is_refused(single: Path) -> None:
@@ -231,8 +233,77 @@ def test_config_without_architectures_says_what_to_give(single: Path, architectu
     (single / "config.json").write_text(json.dumps({**CONFIG, "architectures": architectures}))
     message = refusal(single)
     assert "config.json has no architectures (model_type is 'llama')" in message
-    assert 'config={"architectures": ["LlamaForCausalLM"]}, or --config FILE' in message
-    assert open_source(single, config={"architectures": ["LlamaForCausalLM"]}).config["architectures"]
+    given = '{"architectures": ["LlamaForCausalLM"]}'
+    assert f"config={json.loads(given)} (--config '{given}')" in message
+    assert open_source(single, config=json.loads(given)).config == open_source(single, config=given).config
+
+
+THETA, YARN = {"rope_theta": 1e4, "rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("own", "given"),
+    [
+        ({"rope_parameters": THETA}, {"rope_theta": 5e3}),
+        ({"rope_theta": 1e4}, {"rope_theta": 5e3}),
+        ({"rope_scaling": YARN, "rope_theta": 7.0}, {"rope_parameters": {**THETA, "rope_theta": 5e3}}),
+        ({"rope_parameters": {**THETA, "rope_theta": 5e3}}, {"rope_scaling": YARN}),
+        ({"rope_parameters": THETA, "rope_theta": 1e4}, {"rope_scaling": YARN, "rope_theta": 5e3}),
+    ],
+)
+def test_a_given_rotary_entry_counts_as_transformers_ranks_it(
+    single: Path, own: dict[str, object], given: dict[str, dict[str, object]]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    (single / "config.json").write_text(json.dumps({**CONFIG, "num_attention_heads": 2, **own}))
+    merged = transformers.LlamaConfig.from_dict(dict(open_source(single, config=given).config)).rope_parameters
+    wanted = (given.get("rope_scaling") or given.get("rope_parameters") or THETA)["rope_type"]
+    assert (merged["rope_theta"], merged["rope_type"]) == (5e3, wanted)
+
+
+def test_a_given_theta_does_not_say_which_kind_of_layers_has_it(single: Path) -> None:
+    kinds = {"rope_parameters": {"full_attention": THETA, "sliding_attention": THETA}}
+    (single / "config.json").write_text(json.dumps({**CONFIG, **kinds}))
+    with pytest.raises(
+        UsageError, match=r"rope_theta: rope_parameters of config\.json has one for each kind of layers"
+    ):
+        open_source(single, config={"rope_theta": 5e3})
+
+
+def test_the_rotary_type_su_is_read_as_longrope(single: Path) -> None:
+    (single / "config.json").write_text(json.dumps({**CONFIG, "rope_scaling": {"type": "su", "long_factor": [1.0]}}))
+    assert open_source(single).config["rope_scaling"] == {"type": "longrope", "long_factor": [1.0]}
+
+
+def words_of(root: Path, text: str) -> Path:
+    root.mkdir()
+    (root / "tokenizer.json").write_text(text)
+    return root
+
+
+def test_a_given_tokenizer_replaces_the_files_of_the_models_own(single: Path, tmp_path: Path) -> None:
+    (single / "tokenizer.json").write_text("own")
+    (single / "merges.txt").write_text("own")
+    source = open_source(single, tokenizer=words_of(tmp_path / "words", "given"))
+    assert {name: Path(file).read_text() for name, file in source.side_files.items() if "config" not in name} == {
+        "tokenizer.json": "given"
+    }
+
+
+@pytest.mark.parametrize("kind", ["nowhere", "nothing"])
+def test_a_given_tokenizer_that_is_none_is_refused_when_the_model_is_opened(single: Path, kind: str) -> None:
+    (single / "nothing").mkdir()
+    message = refusal(single, tokenizer=single / kind)
+    assert message.startswith("tokenizer= (--tokenizer): ")
+    assert ("no such directory" in message) == (kind == "nowhere")
+
+
+def test_an_entry_that_another_run_left_is_not_taken_for_codes(single: Path) -> None:
+    section = {"quantization_config": {"quant_method": "gptq", "bits": 4, "unheard_of": 1}}
+    (single / "config.json").write_text(json.dumps({**CONFIG, **section}))
+    message = refusal(single)
+    assert "but its tensors have plain" in message and "remove this" in message
+    assert "dequantize" not in message and "unheard_of" not in message
 
 
 def test_shard_that_the_index_names_but_is_missing(sharded: Path) -> None:
@@ -267,7 +338,7 @@ def test_tensor_in_two_shards(sharded: Path) -> None:
 def test_truncated_shard(sharded: Path) -> None:
     path = sharded / NAMES[0]
     path.write_bytes(path.read_bytes()[:-5])
-    assert f"{NAMES[0]}: truncated: tensors take 48 bytes, the file holds 43" in refusal(sharded)
+    assert f"{NAMES[0]}: shorter than its tensors: tensors take 48 bytes, the file holds 43" in refusal(sharded)
 
 
 def test_pointers_instead_of_weights_are_all_in_one_message(sharded: Path) -> None:
@@ -357,7 +428,7 @@ def test_low_bit_values_are_recognized_without_companions(single: Path) -> None:
 def test_quantized_by_its_files(single: Path, file: str, content: object, found: str) -> None:
     (single / file).write_text(json.dumps(content))
     message = refusal(single)
-    assert "already quantized (" in message
+    assert "but its tensors have plain" in message and "remove this" in message
     assert found in message
 
 

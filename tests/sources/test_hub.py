@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -121,3 +122,12 @@ def test_pickles_are_fetched_only_where_there_is_nothing_else(tmp_path: Path, mo
     asked.clear()
     hub.snapshot("org/name")
     assert len(asked) == 1
+
+
+def test_a_full_disk_is_not_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/cache/model.safetensors")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(SourceError, match=r"org/name: cannot be written here: No space left on device \(/cache/model"):
+        hub.snapshot("org/name")

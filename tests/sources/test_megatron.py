@@ -352,7 +352,7 @@ def test_a_missing_and_a_truncated_file_are_named(tmp_path: Path) -> None:
     file = run / "iter_0000100/__0_0.distcp"
     data = file.read_bytes()
     file.write_bytes(data[: len(data) // 2])
-    assert "__0_0.distcp: truncated: it has" in refusal(run)
+    assert "__0_0.distcp: shorter than .metadata says: it has" in refusal(run)
     file.unlink()
     assert "__0_0.distcp: missing, though .metadata names it; copy it again" in refusal(run)
 

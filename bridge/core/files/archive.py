@@ -90,7 +90,8 @@ def _archive(path: Path) -> Folder:
             twice.append(name)
         elif member.size < 0 or member.offset_data + member.size > size:
             problems.append(
-                f"truncated: {name} takes {member.size} bytes from {member.offset_data}, the file has {size}"
+                f"shorter than its members: {name} takes {member.size} bytes from {member.offset_data} on, the file "
+                f"has {size}"
             )
         else:
             files[name] = Span(tar, member.offset_data, member.size, f"{path}: {name}", mark)
@@ -142,7 +143,10 @@ def _members(place: Path, path: Path) -> list[tarfile.TarInfo]:
         last = members[-1] if members else None
         end = last.offset_data + -(-last.size // 512) * 512 if last else 0
         if end >> 63 or read_at(fd, 512, end, place) != bytes(512):
-            raise SourceError(f"{path}: truncated: the archive has no end after {last.name if last else 'nothing'}")
+            raise SourceError(
+                f"{path}: the archive has no end after {last.name if last else 'nothing'}: cut off there, or written "
+                "without one; get it again, or pack it again with tar"
+            )
     return members
 
 

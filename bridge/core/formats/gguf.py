@@ -209,7 +209,8 @@ class GgufFile:
             end = at + spec.nbytes
         if start + end > size:
             raise SourceError(
-                f"{self.path}: truncated: tensors end at byte {start + end}, the file has {size}; convert again"
+                f"{self.path}: shorter than its tensors: they end at byte {start + end}, the file has {size}; "
+                "convert again"
             )
 
     def read(self, name: str) -> np.ndarray:

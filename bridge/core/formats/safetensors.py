@@ -113,7 +113,7 @@ def _parse(text: bytes, data: int, start: int) -> Header:
             raise SourceError(f"{entry.spec.name} leaves a hole of {entry.offset - end} bytes")
         end += entry.nbytes
     if end != start + data:
-        what = "truncated" if end > start + data else "longer than its tensors"
+        what = "shorter than its tensors" if end > start + data else "longer than its tensors"
         raise SourceError(f"{what}: tensors take {end - start} bytes, the file holds {data}; get it again")
     return Header({entry.spec.name: entry for entry in entries}, metadata)
 

@@ -131,7 +131,9 @@ class TorchFile(WeightFile):
             raise self._damaged(name)
 
     def _damaged(self, name: str) -> SourceError:
-        return SourceError(f"{self._name}: {name} does not match its checksum: the file is damaged; get it again")
+        return SourceError(
+            f"{self._name}: {name} does not match its checksum: one of the two is damaged; get the file again"
+        )
 
 
 def _entry(state: Any, within: str) -> Any:
@@ -225,7 +227,7 @@ def _open_legacy(span: Span, head: bytes, table: Table) -> Saved:
             places[storage.key] = Member(at + 8, storage.nbytes, 0)
             at += 8 + storage.nbytes
     if at != span.nbytes:
-        what = "truncated" if at > span.nbytes else "longer than its tensors"
+        what = "shorter than its tensors" if at > span.nbytes else "longer than its tensors"
         raise SourceError(f"{what}: the tensors end at byte {at}, the file at {span.nbytes}; get it again")
     if counts != [storages[shown(key)].numel for key in keys]:
         raise SourceError("its storages have other sizes than its tensors say; get it again")

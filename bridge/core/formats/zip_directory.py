@@ -56,7 +56,9 @@ def read_directory(ends: Ends) -> dict[str, Member]:
         tail = ends.at(tail_at, TAIL)
         at = tail.rfind(EOCD)
     if at < 0 or len(tail) < at + 22:
-        raise SourceError("truncated: the zip has no end record; get it again")
+        raise SourceError(
+            "the zip has no end record: its end is missing, or something was written behind it; get it again"
+        )
     disks, (count, length, start) = tail[at + 4 : at + 8], struct.unpack_from("<HII", tail, at + 10)
     if 0xFFFFFFFF in (length, start) or count == 0xFFFF:
         count, length, start = _zip64(ends, tail, at)
@@ -65,7 +67,9 @@ def read_directory(ends: Ends) -> dict[str, Member]:
     if count > MAX_MEMBERS:
         raise SourceError(f"the zip holds {count} members; at most {MAX_MEMBERS} are read: one for a tensor, and a few")
     if start + length > span.nbytes or length > MAX_PICKLE:
-        raise SourceError("truncated: the zip's directory lies outside the file; get it again")
+        raise SourceError(
+            "the zip's directory lies outside the file: a part is missing, or its end record is wrong; get it again"
+        )
     table = ends.at(start, length)
     members: dict[str, Member] = {}
     at = 0
@@ -106,13 +110,17 @@ def _central(ends: Ends, table: bytes, at: int) -> tuple[str, Member, int]:
     nbytes, packed, header = _wide(extra, [nbytes, packed, header])
     local = ends.at(header, 30 + n_name)
     if len(local) < 30 or local[:4] != LOCAL:
-        raise SourceError(f"truncated: {name} lies outside the file; get it again")
+        raise SourceError(f"{name} does not begin at byte {header}, as the zip's directory says; get the file again")
     local_name, local_extra = struct.unpack_from("<HH", local, 26)
     if local[30 : 30 + local_name] != table[at + 46 : at + 46 + n_name]:
         raise SourceError(f"{name} has another name in its local header, so that readers differ; save the file again")
     offset = header + 30 + local_name + local_extra
-    if nbytes != packed or offset + nbytes > ends.span.nbytes:
-        raise SourceError(f"truncated: {name} lies outside the file; get it again")
+    if nbytes != packed:
+        raise SourceError(
+            f"{name} has {packed} bytes and {nbytes} unpacked, though it is not packed; get the file again"
+        )
+    if offset + nbytes > ends.span.nbytes:
+        raise SourceError(f"{name} ends at byte {offset + nbytes}, the file at {ends.span.nbytes}; get it again")
     return name, Member(offset, nbytes, crc), at + 46 + n_name + n_extra + n_comment
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer's files that a configuration names, and their special tokens' ids.
+"""A tokenizer's files that a configuration names or a caller gives, and their special tokens' ids.
 
 A training checkpoint's own configuration has no ids, and without an end a served model never stops. NeMo 1 writes
 `nemo:` before the name of a member of its archive, NeMo 2 paths below `context/`. Other words are paths of the training
@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from bridge.core.errors import SourceError
 from bridge.core.files.span import Folder
 from bridge.core.output.names import GENERATION
+from bridge.core.output.temporary import temporary_directory
 from bridge.core.parsing.limited import load_json, parse_json
 from bridge.core.text import listed
-from bridge.sources.side_files import TOKENIZER, plain_name
+from bridge.sources.side_files import OWN_TOKENIZER, TOKENIZER, copied_files, plain_name
 
 MEMBER = "nemo:"
 CONTEXT = "context/"
@@ -25,6 +27,32 @@ SAVED = "nemo_tokenizer"
 _SECTIONS = {"model_config.yaml": "", "context/model.yaml": CONTEXT}
 _FILES = ("model", "tokenizer_model", "model_path", "vocab_file", "merge_file", "merges_file")
 _FOLDER = "pretrained_model_name"
+
+
+def given_files(tokenizer: Any) -> dict[str, Path | bytes]:
+    """Return the files of a tokenizer that the caller gave: a directory, a hub id, or an object, which saves them.
+
+    None for an object that cannot. SourceError for a path that holds no tokenizer, and a hub id that cannot be had.
+    """
+    if not isinstance(tokenizer, str | Path):
+        if not hasattr(tokenizer, "save_pretrained"):
+            return {}
+        with temporary_directory() as folder:
+            tokenizer.save_pretrained(folder)
+            paths = sorted(path for path in folder.rglob("*") if path.is_file())
+            return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    root = Path(tokenizer)
+    if not root.is_dir():
+        from bridge.sources.hub import fetched
+
+        root = fetched(tokenizer, list(OWN_TOKENIZER), "tokenizer= (--tokenizer): ")
+    files = {name: root / name for name in OWN_TOKENIZER if (root / name).is_file()}
+    if not files:
+        raise SourceError(
+            f"tokenizer= (--tokenizer): {tokenizer}: holds no tokenizer (tokenizer.json, tokenizer.model); give the "
+            "directory that its save_pretrained wrote"
+        )
+    return copied_files(files, str(tokenizer))
 
 
 def named_tokenizer(kind: str, raw: Any, folder: Folder, needed: bool = True) -> dict[str, str]:

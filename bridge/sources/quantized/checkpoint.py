@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bridge.core.dtypes import FLOATS
 from bridge.core.errors import BridgeError
 from bridge.core.parsing.limited import load_json
+from bridge.core.text import listed
 from bridge.core.values import Numeric, TensorSpec, main_dtype
 from bridge.sources.quantized import compressed_tensors as compressed
 from bridge.sources.quantized import deepseek as blocks
 from bridge.sources.quantized import gpt_oss as mxfp4
 from bridge.sources.quantized import modelopt, words
-from bridge.sources.quantized.fields import CONFIGS, MODELOPT_FILE, sections, unread
+from bridge.sources.quantized.fields import CONFIGS, MODELOPT_FILE, ROTATED, sections, unknown, why_unread
 from bridge.sources.quantized.parts import Array, QuantizedTensors, QuantizedWeight, Reader, take
 from bridge.sources.weights.shards import Shard, Weights
 from bridge.tables.architectures.structure import turned_weights
@@ -27,17 +28,28 @@ from bridge.tables.architectures.structure import turned_weights
 
 @dataclass(frozen=True)
 class Quantized:
-    """A checkpoint as if unquantized: its weights and config, and the stored codes and scales behind them."""
+    """A checkpoint as if unquantized: its weights and config, and the stored codes and scales behind them.
+
+    `stored`: the same weights with rotations as they are stored, for who copies codes. `entries`: of the
+    `quantization_config` of a `method`, which who copies codes writes too. `unread`: why weights are not decoded.
+    """
 
     weights: Weights
     config: dict[str, Any]
     tensors: QuantizedTensors
     kv: Numeric | None
+    stored: Weights = field(default_factory=Weights)
+    method: str = ""
+    entries: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    matrices: tuple[str, ...] = ()
 
 
 def dequantized(root: Path, config: dict[str, Any], weights: Weights) -> Quantized | None:
     """Read a quantized checkpoint of a known kind; None if nothing in it is quantized in a supported way."""
-    result = _take(root, config, weights)
+    section, own = next(sections(config), {}), _modelopt_file(root)
+    method = str(section.get("quant_method", "modelopt" if own else ""))
+    result = _read(section, own, method, config, weights)
     if result is None:
         return None
     tensors, kv = result
@@ -53,7 +65,73 @@ def dequantized(root: Path, config: dict[str, Any], weights: Weights) -> Quantiz
         elif name not in tensors.used:
             specs[name], holder[name] = spec, weights.holder[name]
     plain = Weights(specs, holder, weights.files, weights.problems)
-    return Quantized(plain, without(config), tensors, kv)
+    entries = unknown(own or section if method == "modelopt" else section, method)
+    unread = tuple(why_unread(name, method) for name in entries if name != ROTATED or method != "compressed-tensors")
+    quantized = Quantized(plain, without(config), tensors, kv, plain, method, entries, unread)
+    rotated = ROTATED in entries and method == "compressed-tensors"
+    return _turned_back(quantized, section, weights) if rotated else _refusing(quantized)
+
+
+def _turned_back(quantized: Quantized, section: Mapping[str, Any], weights: Weights) -> Quantized:
+    """The same with the weights that the model has without rotations of activations."""
+    from bridge.sources.quantized.rotations import Rotated, rotations  # loads the codecs
+
+    plain, modules = quantized.weights, quantized.tensors.stored
+    found = rotations(section, quantized.config, weights, plain.specs, modules)
+    unread = tuple(f"{problem}; start from the unquantized checkpoint" for problem in found.problems)
+    specs = {name: spec for name, spec in plain.specs.items() if name not in found.matrices}
+    holder = {name: plain.holder[name] for name in specs}
+    stored = dataclasses.replace(plain, specs=specs, holder=dict(holder))
+    for module, rotation in found.modules.items():
+        for name in (f"{module}.weight", f"{module}.bias"):
+            inner, spec = holder.get(name), specs.get(name)
+            if inner is None or spec is None or (name.endswith(".bias") and rotation.after is None):
+                continue
+            kept = spec
+            if isinstance(inner, Dequantized):  # rounded once, after it is turned
+                kept = dataclasses.replace(spec, dtype="float32")
+                of = dataclasses.replace(inner.stored, spec=dataclasses.replace(inner.stored.spec, dtype="float32"))
+                inner = dataclasses.replace(inner, stored=of)
+            holder[name] = Rotated(inner, kept, spec, rotation)
+    return _refusing(
+        dataclasses.replace(
+            quantized, weights=dataclasses.replace(plain, specs=specs, holder=holder), stored=stored,
+            unread=(*quantized.unread, *unread), matrices=found.matrices,
+        )
+    )  # fmt: skip
+
+
+def _refusing(quantized: Quantized) -> Quantized:
+    """The same; reading a weight that is not decoded is an error."""
+    if not quantized.unread:
+        return quantized
+    weights = quantized.weights
+    codes = {stored.spec.name for stored in quantized.tensors.stored.values()}
+    holder = {
+        name: Refused(shard, quantized.unread) if name in codes else shard for name, shard in weights.holder.items()
+    }
+    return dataclasses.replace(quantized, weights=dataclasses.replace(weights, holder=holder))
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A weight whose codes are not understood, as a shard: reading it is a SourceError."""
+
+    inner: Shard
+    why: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        return self.inner.path
+
+    def offset(self, name: str) -> int:
+        return self.inner.offset(name)
+
+    def read(self, name: str) -> Array:
+        raise listed(name, self.why)
+
+    def read_rows(self, name: str, begin: int, end: int, out: Array | None = None) -> Array:
+        raise listed(name, self.why)
 
 
 def without(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,18 +196,6 @@ def _dtype(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str:
     return main_dtype((spec for name, spec in specs.items() if name.endswith("weight")), "bfloat16", FLOATS)
 
 
-def _take(root: Path, config: Mapping[str, Any], weights: Weights) -> tuple[QuantizedTensors, Numeric | None] | None:
-    """Read what the config's writer stored, and its numeric for K and V; None for an unknown writer."""
-    section, own = next(sections(config), {}), _modelopt_file(root)
-    method = str(section.get("quant_method", "modelopt" if own else ""))
-    taken = _read(section, own, method, config, weights)
-    if taken is None:
-        return None
-    tensors, kv = taken
-    problems = unread(own or section if method == "modelopt" else section, method)
-    return dataclasses.replace(tensors, problems=(*tensors.problems, *problems)), kv
-
-
 def _read(
     section: Mapping[str, Any], own: dict[str, Any], method: str, config: Mapping[str, Any], weights: Weights
 ) -> tuple[QuantizedTensors, Numeric | None] | None:
@@ -148,7 +214,10 @@ def _read(
             reader = compressed.Compressed(section, _shapes(weights))
         case _:
             return None
-    tensors = take(reader, weights, dtype)
+    zeros = _zero_points(weights) if method == "compressed-tensors" else frozenset()
+    shown = {name: spec for name, spec in weights.specs.items() if name not in zeros}
+    tensors = take(reader, dataclasses.replace(weights, specs=shown), dtype)
+    tensors = dataclasses.replace(tensors, used=tensors.used | zeros)
     return _turned(tensors, config, weights.specs) if method == "modelopt" else tensors, reader.kv
 
 
@@ -158,6 +227,12 @@ def _modelopt_file(root: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return section if isinstance(section, dict) else {}
+
+
+def _zero_points(weights: Weights) -> frozenset[str]:
+    """Zero points that are all 0, as some versions of compressed-tensors store them beside symmetric codes."""
+    names = [name for name in weights.specs if name.endswith(("weight_zero_point", "input_zero_point"))]
+    return frozenset(name for name in names if not weights.read(name).any())
 
 
 def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:

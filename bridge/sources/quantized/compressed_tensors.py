@@ -54,8 +54,13 @@ class Compressed:
             return "its group has no weights"
         if "weight_g_idx" in tensors:
             return "its columns are permuted (activation order: weight_g_idx), which no target supports"
-        if not weights.get("symmetric", True) or {"weight_zero_point", "input_zero_point"} & tensors.keys():
-            return "asymmetric: it has zero points, and every format here is symmetric; compress it with symmetric=True"
+        if not weights.get("symmetric", True):
+            return "asymmetric, as its group says, and every format here is symmetric; compress it with symmetric=True"
+        if points := sorted({"weight_zero_point", "input_zero_point"} & tensors.keys()):
+            return (
+                f"asymmetric: its {' and '.join(points)} is not 0, and every format here is symmetric; compress it "
+                "with symmetric=True"
+            )
         numeric = _numeric(weights)
         if isinstance(numeric, str):
             return numeric

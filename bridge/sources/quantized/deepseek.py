@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bridge.core.text import described
 from bridge.core.values import Format, Numeric, TensorSpec
 from bridge.sources.quantized import fields as words
 from bridge.sources.quantized.parts import StorageLayout
 
+E4M3 = "e4m3"
 TENSOR = Numeric("float8_e4m3fn", "tensor")
 
 
@@ -22,10 +24,16 @@ class Blocks:
     """The `Reader` of FP8 blocks."""
 
     block: tuple[int, int] | None
+    form: str = E4M3
     companions: tuple[str, ...] = ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
     kv: Numeric | None = TENSOR
 
     def layout(self, module: str, tensors: Mapping[str, TensorSpec]) -> StorageLayout | str:
+        if self.form not in (E4M3, TENSOR.dtype) and "weight" in tensors:
+            return (
+                f"quantization_config: fmt is {self.form!r}, and its codes are {tensors['weight'].dtype}; codes "
+                f"of {E4M3} are read; correct fmt if it is wrong, else start from the unquantized checkpoint"
+            )
         entry = "activation_scale" if "activation_scale" in tensors else "input_scale"
         inverse = "weight_scale_inv" in tensors or "weight_scale" not in tensors
         names = {"codes": "weight", "scale": "weight_scale_inv" if inverse else "weight_scale", "input_scale": entry}
@@ -39,8 +47,8 @@ class Blocks:
 
 def reader(section: Mapping[str, Any]) -> Blocks:
     """Read `quantization_config`."""
-    size = section.get("weight_block_size")
+    size, form = section.get("weight_block_size"), described(section.get("fmt") or E4M3).strip("'")
     if size is None:
-        return Blocks(None)
+        return Blocks(None, form)
     sizes = words.block(size, "quantization_config: weight_block_size")
-    return Blocks((sizes[0], sizes[-1]))
+    return Blocks((sizes[0], sizes[-1]), form)

@@ -15,6 +15,7 @@ MAX_PATTERN = 512  # characters of a pattern, and of a name that it is matched w
 MAX_REPEATS = 4  # unbounded repeats in a pattern: matching takes the length of the name to this power
 _UNBOUNDED = 64
 CONFIGS = ("quantization_config", "compression_config")
+ROTATED = "transform_config"  # of compressed-tensors: read by `rotations`
 MODELOPT_FILE = "hf_quant_config.json"
 
 
@@ -25,19 +26,26 @@ def sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     return (part for part in found if isinstance(part, Mapping))
 
 
-def unread(section: Mapping[str, Any], method: str) -> Iterator[str]:
-    """Entries of a section that are on and that `mappings/quantization.toml` does not know, each with what to do."""
+def unknown(section: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """Entries of a section that are on and that `mappings/quantization.toml` does not know."""
     known = read_table(mappings() / "quantization.toml").section(method)
     names, plain = {*known.get("read", ()), *known.get("without_effect", ())}, known.get("plain", {})
+    found = {}
     for name, value in section.items():
         excludes = name == "dynamic" and isinstance(value, Mapping)  # GPTQModel's rules: "-:" names what has no codes
         if excludes and all(rule.startswith("-:") or not own for rule, own in value.items()):
             continue
         if value and name not in names and value not in plain.get(name, ()):
-            yield (
-                f"quantization_config: {name} of {method} is not read, and may say what the codes mean; start from the "
-                "unquantized checkpoint"
-            )
+            found[name] = value
+    return found
+
+
+def why_unread(name: str, method: str) -> str:
+    """Why weights under an unknown entry are not decoded, and what to do."""
+    return (
+        f"quantization_config: {name} of {method} is not read, and may say what the codes mean; start from the "
+        "unquantized checkpoint"
+    )
 
 
 def mapping(value: Any, where: str) -> Mapping[str, Any]:

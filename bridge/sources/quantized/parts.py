@@ -17,6 +17,7 @@ import numpy as np
 
 from bridge.core.dtypes import FLOATS, to_float32
 from bridge.core.errors import SchemeError
+from bridge.core.text import fold_problems
 from bridge.core.values import Encoding, Format, LazyTensor, Numeric, TensorSpec
 from bridge.quant.codec.blocks import FOUR_BITS, IN_INT32, grid
 from bridge.sources.weights.shards import Weights
@@ -133,20 +134,21 @@ KV_SUFFIXES = {
 def take(reader: Reader, weights: Weights, dtype: str) -> QuantizedTensors:
     """Give every quantized module its parts, of weights in `dtype`; each missing or misshapen tensor is one problem."""
     stored: dict[str, QuantizedWeight] = {}
-    problems: list[str] = []
-    attention, used = _kv(weights, problems)
+    found: list[str] = []
+    attention, used = _kv(weights, found)
+    problems: list[tuple[str, str]] = [("", text) for text in found]
     for module, specs in _modules(reader, weights.specs, used).items():
         used |= {f"{module}.{suffix}" for suffix in specs}
         layout = reader.layout(module, specs)
         if isinstance(layout, str):
-            problems.append(f"{module}: {layout}")
+            problems.append((module, layout))
             continue
         weight = _stored(module, layout, specs, weights, dtype)
         if isinstance(weight, QuantizedWeight):
             stored[module] = weight
         else:
-            problems += weight
-    return QuantizedTensors(stored, attention, frozenset(used), tuple(problems))
+            problems += [("", text) for text in weight]
+    return QuantizedTensors(stored, attention, frozenset(used), tuple(fold_problems(problems)))
 
 
 def _modules(reader: Reader, specs: Mapping[str, TensorSpec], used: set[str]) -> dict[str, dict[str, TensorSpec]]:
@@ -203,7 +205,7 @@ def _stored(
             if part not in OPTIONAL and suffix:
                 problems.append(f"{module}.{suffix}: missing; {codes.name} cannot be dequantized without it")
             continue
-        if spec.dtype not in kinds or _squeezed(spec.shape) != _squeezed(extents):
+        if spec.dtype not in kinds or not _fits(spec.shape, extents):
             problems.append(f"{spec.name}: {seen(spec)}, but the weight {shape} needs {kinds[0]} {extents}")
         parts[part] = weights.lazy(spec.name)
     extra = [suffix for suffix in specs if suffix not in (*layout.names.values(), "weight")]
@@ -245,6 +247,12 @@ def _misfits(codes: TensorSpec, dtype: str, packed: str, shape: tuple[int, ...])
     if fits and (codes.dtype == "int32") == (packed == "int32"):
         return []
     return [f"{codes.name}: {seen(codes)}, which does not hold a weight of {shape}"]
+
+
+def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Whether a shape is the expected one, but for axes of one; two matrices have the same axes in the same order."""
+    turned = len(shape) == len(expected) == 2 and shape != expected
+    return _squeezed(shape) == _squeezed(expected) and not turned
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -175,7 +175,7 @@ def _item_problem(folder: Folder, item: Item, nbytes: int, bare: bool) -> str:
     if span is None:
         return folder.skipped.get(item.file) or "missing, though .metadata names it; copy it again"
     if item.offset + item.length > span.nbytes and not bare:
-        return f"truncated: it has {span.nbytes} bytes, .metadata places more there; copy it again"
+        return f"shorter than .metadata says: it has {span.nbytes} bytes, .metadata places more there; copy it again"
     if item.length < nbytes:
         return "too short for the shapes and dtypes that .metadata gives"
     return ""

@@ -76,6 +76,12 @@ def is_causal(config: Mapping[str, Any]) -> bool:
     return bool(config.get("is_causal", True)) and not config.get("use_bidirectional_attention")
 
 
+def window_of(config: Mapping[str, Any], default: int | None = None) -> int | None:
+    """Tokens that attention looks back; None if they are all of the context, in which no token is further away."""
+    window, context = config.get("sliding_window", default), config.get("max_position_embeddings")
+    return None if not window or (isinstance(context, int) and window >= context) else int(window)
+
+
 def malformed_rope(config: Mapping[str, Any]) -> Iterator[str]:
     """Rotary entries that are no objects, of the model or of a kind of layers, each with what it should be."""
     for name in ("rope_scaling", "rope_parameters"):
@@ -101,9 +107,15 @@ def not_followed(
             default = table.computes[name]
             if not _same(value, default):
                 meaning = shared().section("meaning").get(name, "it changes what the model computes")
-                yield f"{name} is {_shown(value)} ({meaning}); the output cannot say so and means {_shown(default)}"
+                yield (
+                    f"{name} is {_shown(value)} ({meaning}); the output cannot say so and means "
+                    f"{_shown(default)}; change it in config.json if that is meant, else take target hf or trt"
+                )
         elif reader := _reader(name, architecture):
-            yield f"{name} is {_shown(value)}, which {reader} reads; [computes] of {table.file.name} does not list it"
+            yield (
+                f"{name} is {_shown(value)}, which {reader} reads; [computes] of {table.file.name} does not list it; "
+                "take target hf or trt, which need no list, or, if it changes nothing, remove it from config.json"
+            )
 
 
 def _same(value: object, default: object) -> bool:

@@ -11,9 +11,10 @@ from typing import Any
 
 from bridge.core.formats.gguf import f32, u32
 from bridge.core.text import described
+from bridge.sources.config_json import as_given
 from bridge.sources.configs.rope import Rope, llama3_factors, rope_of
 from bridge.tables.architectures.match import Matched
-from bridge.tables.architectures.meaning import FULL, SLIDING, is_causal, malformed_rope
+from bridge.tables.architectures.meaning import FULL, PARTIAL, SLIDING, is_causal, malformed_rope
 from bridge.tables.expressions.grammar import roles_in
 from bridge.targets.gguf.llama_cpp import Graph, graphs
 
@@ -99,9 +100,11 @@ def _switched(matched: Matched, roles: Iterable[str]) -> str:
 def _rope_problems(rope: Rope, graph: Graph) -> Iterator[str]:
     known = ("default", *graph.scalings)
     if graph.rotary and rope.kind not in known:
+        part = {} if rope.share == graph.rotary_share else {PARTIAL: rope.share}
+        plain = as_given({"rope_parameters": {"rope_type": "default", "rope_theta": rope.theta, **part}})
         yield (
-            f"rope_type {rope.kind!r} is not written for llama.cpp's {graph.name}; known: {', '.join(known)}. Take "
-            'config={"rope_parameters": ...} without scaling, and give llama.cpp --rope-scaling when it runs'
+            f"rope_type {rope.kind!r} is not written for llama.cpp's {graph.name}; known: {', '.join(known)}. Write it "
+            f"without scaling, and give llama.cpp --rope-scaling when it runs: {plain}"
         )
     if graph.local_theta not in (0, rope.local):
         takes = f"llama.cpp's {graph.name} takes {graph.local_theta:.0f}"

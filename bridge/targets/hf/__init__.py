@@ -133,6 +133,10 @@ class Hf(StreamedTarget):
             return f"{structure.architecture} has no attention module with a cache"
         return spelling(options.format).why_kv_unsupported(kv)
 
+    def methods(self, options: HfOptions) -> tuple[str, ...]:
+        """The `quant_method` that the output names."""
+        return ({"deepseek": "fp8"}.get(options.format, options.format),)
+
     def why_stack_unsupported(self, format_: Format, site: Site, options: HfOptions) -> str:
         return ""
 
@@ -186,7 +190,7 @@ class Hf(StreamedTarget):
         dtype = plan.options["dtype"]
         if dtype != main_dtype(plan.sources.values()):
             config = with_dtype(config if is_diffusion(config) else {**config, "dtype": dtype}, dtype)
-        files = spelling(plan.options["format"]).config_files(plan, config)
+        files = _config_files(plan, config)
         files = {names.at(name): content for name, content in files.items()}
         if len(plan.files) > 1:
             files[names.index] = index(plan.files, sum(o.spec.size for o in plan.outputs if o.part == "weight"))
@@ -196,13 +200,23 @@ class Hf(StreamedTarget):
         return dataclasses.replace(written, notes=(*written.notes, *_deviations(plan)))
 
 
+def _config_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """The spelling's files, with the entries that are carried in their sections."""
+    files = spelling(plan.options["format"]).config_files(plan, config)
+    for name, content in files.items() if plan.carried else ():
+        whole = json.loads(content)
+        whole["quantization_config" if "quantization_config" in whole else "quantization"] |= plan.carried
+        files[name] = json.dumps(whole, indent=4).encode()
+    return files
+
+
 def _altered(directory: Path, plan: Plan) -> list[str]:
     """An error if config.json says another thing about the quantized tensors than when it was written."""
     try:
         config = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):
         return []  # an error of lint already
-    files = spelling(plan.options["format"]).config_files(plan, config)
+    files = _config_files(plan, config)
     written = json.loads(files["config.json"]).get("quantization_config")
     if config.get("quantization_config") == written:
         return []

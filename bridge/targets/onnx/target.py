@@ -15,6 +15,8 @@ from bridge.planning.target import Draft, Drafted
 from bridge.quant.codec.blocks import stored_shapes
 from bridge.quant.describe import amax_words, scale_words
 from bridge.quant.schemes.scheme import has_tensor_scale
+from bridge.sources.config_json import as_given
+from bridge.sources.configs.diffusion import is_diffusion
 from bridge.targets.checkpoint import StreamedTarget, out_in
 from bridge.targets.config_json import generation_problems
 from bridge.targets.onnx.files import ENCODER, MODEL, PARTS, graphs, is_multimodal
@@ -71,7 +73,8 @@ class OnnxTarget(StreamedTarget):
         return problems
 
     def draft(self, draft: Draft) -> Drafted:
-        drafted = Drafted(problems=[("", why) for why in [self.why_no_graph(draft)] if why])
+        whys = (self.why_no_graph(draft), why_no_class(draft.config))
+        drafted = Drafted(problems=[("", why) for why in whys if why])
         experts = 0
         for spec, site in draft.copied():
             format_ = draft.formats.get(site.weight) if site else None
@@ -188,6 +191,16 @@ def _with_shared_scales(steps: Sequence[Step], draft: Draft) -> list[Step]:
             step = replace(step, shares=fused[0], outputs=tuple(outputs))
         made.append(step)
     return made
+
+
+def why_no_class(config: Mapping[str, Any]) -> str:
+    """Why transformers finds no class for a config; "" if it may."""
+    if config.get("model_type") or is_diffusion(config):
+        return ""
+    return (
+        "config.json has no model_type, by which transformers finds the class whose graph is written; add it, or give "
+        f"{as_given({'model_type': 'llama'})}, for example"
+    )
 
 
 def _coding(format_: Format, dtype: str) -> Encoding:

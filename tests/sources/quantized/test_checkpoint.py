@@ -13,7 +13,7 @@ import pytest
 
 from bridge.core.errors import SourceError
 from bridge.sources.opening import open_source
-from bridge.sources.quantized.fields import unread
+from bridge.sources.quantized.fields import unknown
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -262,7 +262,20 @@ def test_asymmetric_weights_are_refused_in_words(tmp_path: Path) -> None:
     config = json.loads((root / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
     (root / "config.json").write_text(json.dumps(config))
-    assert "asymmetric: it has zero points, and every format here is symmetric" in refusal(root)
+    assert "asymmetric, as its group says, and every format here is symmetric" in refusal(root)
+
+
+@pytest.mark.parametrize("points", [0, 3])
+def test_zero_points_of_0_are_those_of_symmetric_codes(tmp_path: Path, points: int) -> None:
+    root = compressed_oracle.compress(llama(), "W8A8", tmp_path / "model")
+    name = "model.layers.0.mlp.up_proj"
+    before = values(open_source(root), f"{name}.weight")
+    edited(root, up_proj__weight_zero_point=torch.full((640, 1), points, dtype=torch.int8))
+    if points:
+        assert f"{name}: asymmetric: its weight_zero_point is not 0" in refusal(root)
+    else:
+        source = open_source(root)
+        assert torch.equal(values(source, f"{name}.weight"), before) and f"{name}.weight_zero_point" not in source.specs
 
 
 def test_an_unknown_algorithm_names_the_nearest(tmp_path: Path) -> None:
@@ -293,7 +306,8 @@ def test_a_module_that_no_group_matches_is_named(tmp_path: Path) -> None:
     config["quantization_config"]["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*"]
     (root / "config.json").write_text(json.dumps(config))
     message = refusal(root)
-    assert "6 problems" in message and "mlp.down_proj: no group of quantization_config matches it" in message
+    modules = ", ".join(f"model.layers.{{0..1}}.mlp.{name}_proj" for name in ("down", "gate", "up"))
+    assert f"{modules}: no group of quantization_config matches it" in message
 
 
 def test_a_quantized_checkpoint_whose_config_says_nothing_is_refused(tmp_path: Path) -> None:
@@ -315,7 +329,7 @@ def test_a_quantized_checkpoint_whose_config_says_nothing_is_refused(tmp_path: P
     ],
 )
 def test_sections_that_programs_write_have_nothing_unread(method: str, section: dict[str, Any]) -> None:
-    assert list(unread(section, method)) == []
+    assert unknown(section, method) == {}
 
 
 @pytest.mark.parametrize(
@@ -328,5 +342,39 @@ def test_sections_that_programs_write_have_nothing_unread(method: str, section: 
     ],
 )
 def test_an_entry_that_may_say_what_codes_mean_is_named(method: str, entry: dict[str, Any]) -> None:
-    (text,) = unread({"quant_method": method, **entry}, method)
-    assert text.startswith(f"quantization_config: {next(iter(entry))} of {method} is not read")
+    assert unknown({"quant_method": method, **entry}, method) == entry
+
+
+@pytest.mark.parametrize(
+    ("shape", "entry", "why"),
+    [
+        ((128, 256), {"weight_block_size": [64, 256]}, r"weight_scale_inv: is float32 \(1, 2\), but the weight"),
+        ((128, 256), {"weight_block_size": [64, 64]}, r"weight_scale_inv: is float32 \(1, 2\), but the weight"),
+        ((128, 256), {"fmt": "e5m2"}, "fmt is 'e5m2', and its codes are float8_e4m3fn"),
+    ],
+)
+def test_fp8_whose_config_contradicts_its_tensors_is_refused(
+    tmp_path: Path, shape: tuple[int, int], entry: dict[str, Any], why: str
+) -> None:
+    root = tmp_path / "model"
+    deepseek(root, {"model.layers.0.mlp.up_proj": shape})
+    config = json.loads((root / "config.json").read_text())
+    config["quantization_config"] |= entry
+    (root / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceError, match=why):
+        open_source(root)
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"), [({"bits": 3}, "3 bits of gptq"), ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'")]
+)
+def test_a_wrong_entry_of_gptq_is_one_problem_for_all_modules(tmp_path: Path, entry: dict[str, Any], why: str) -> None:
+    modules = [f"model.layers.{layer}.mlp.{name}_proj" for layer in range(2) for name in ("up", "down")]
+    tensors = {f"{module}.qweight": torch.zeros((8, 64), dtype=torch.int32) for module in modules}
+    tensors |= {f"{module}.scales": torch.ones((1, 64), dtype=torch.float16) for module in modules}
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 64, **entry}
+    torch_save(tensors, tmp_path / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "quantization_config": section}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refusal(tmp_path)
+    assert message.count(why) == 1 and "model.layers.{0..1}.mlp.up_proj" in message and "\n" not in message

@@ -59,7 +59,10 @@ def test_all_problems_are_in_one_error(path: Path) -> None:
     cut.write_bytes(cut.read_bytes()[:3000])
     message = refusal(path)
     assert "2 problems" in message and "missing" in message
-    assert f"{cut.name}: truncated: it has 3000 bytes, .metadata places more there; copy it again (a)" in message
+    assert (
+        f"{cut.name}: shorter than .metadata says: it has 3000 bytes, .metadata places more there; copy it again (a)"
+        in message
+    )
 
 
 def test_layers_of_one_missing_file_are_folded(tmp_path: Path) -> None:
@@ -180,7 +183,7 @@ def test_safetensors_item_of_another_dtype_than_the_index_says_is_refused(tmp_pa
     change_metadata(path, change)
     assert ".metadata places w there as int32 (4, 3), its header has it as float32 (4, 3)" in refusal(path)
     (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:-4])
-    assert "truncated: tensors take 56 bytes, the file holds 52" in refusal(path)
+    assert "shorter than its tensors: tensors take 56 bytes, the file holds 52" in refusal(path)
 
 
 def test_item_that_is_no_tensor_is_refused_when_read(path: Path) -> None:

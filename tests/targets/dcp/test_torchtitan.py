@@ -135,10 +135,10 @@ def test_a_llama4_read_back_without_its_config_answers_the_same_in_transformers(
     [
         ({"use_qk_norm": None}, "{'use_qk_norm': False}"),
         ({"attn_temperature_tuning": 4}, "{'attn_temperature_tuning': False}"),
-        ({"no_rope_layers": [1, 0, 1]}, "{'no_rope_layers': [1] * 3}"),
-        ({"no_rope_layers": [], "no_rope_layer_interval": 2}, "{'no_rope_layers': [1] * 3}"),
+        ({"no_rope_layers": [1, 0, 1]}, "{'no_rope_layers': [1, 1, 1]}"),
+        ({"no_rope_layers": [], "no_rope_layer_interval": 2}, "{'no_rope_layers': [1, 1, 1]}"),
         ({"no_rope_layers": [], "no_rope_layer_interval": 4}, ""),
-        ({"layer_types": None}, "{'layer_types': ['full_attention'] * 3}"),
+        ({"layer_types": None}, f"{{'layer_types': {['full_attention'] * 3}}}"),
     ],
 )
 def test_a_llama4_is_written_only_as_the_model_that_torchtitan_has(fields: dict[str, Any], wanted: str) -> None:
@@ -156,13 +156,22 @@ def test_a_llama4_is_written_only_as_the_model_that_torchtitan_has(fields: dict[
 @pytest.mark.parametrize("window", [4096, None, "absent"])
 def test_a_mistral_with_a_window_is_no_model_of_torchtitan(window: int | str | None) -> None:
     config = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    config["max_position_embeddings"] = 8192
     if window == "absent":  # transformers' MistralConfig takes 4096
         del config["sliding_window"]
     if window is None:
         assert bridge.plan(made(config), "torchtitan").architecture == "MistralForCausalLM"
     else:
-        with pytest.raises(PlanError, match=r"sliding_window = 4096: .* give config={'sliding_window': None}"):
+        with pytest.raises(
+            PlanError, match=r"sliding_window = 4096: .* give config={'sliding_window': None} \(--config"
+        ):
             bridge.plan(made(config), "torchtitan")
+
+
+@pytest.mark.parametrize("target", ["torchtitan", "trtllm"])
+def test_a_window_of_the_whole_context_is_none(target: str) -> None:
+    config = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
+    assert not [note for note in bridge.plan(made(config), target).notes if "window" in note]
 
 
 @pytest.mark.parametrize("era", torchtitan_oracle.ERAS)

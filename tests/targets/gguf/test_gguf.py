@@ -139,7 +139,9 @@ def test_a_file_that_is_cut_off_is_told(written: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(written, copy)
     (copy / "model.gguf").write_bytes(data[:-1000])
-    assert any("truncated" in finding for finding in load_target("gguf").lint(copy, load_manifest(copy).plan))
+    assert any(
+        "shorter than its tensors" in finding for finding in load_target("gguf").lint(copy, load_manifest(copy).plan)
+    )
     with pytest.raises((SourceError, VerifyError)):
         bridge.verify(copy, against=str(LLAMA))
 
@@ -245,6 +247,22 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     monkeypatch.setitem(FAMILIES, family, (name, config | changed))
     with pytest.raises(PlanError, match=words):
         bridge.plan(str(save(family, tmp_path / family)), target="gguf")
+
+
+def test_what_a_refused_scaling_says_to_give_is_taken_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, config = FAMILIES["qwen2"]
+    scaled = {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    monkeypatch.setitem(FAMILIES, "qwen2", (name, config | {"rope_parameters": None, **scaled}))
+    root = save("qwen2", tmp_path / "qwen2")
+    own = json.loads((root / "config.json").read_text())
+    (root / "config.json").write_text(json.dumps({**own, "rope_parameters": None, **scaled}))
+    with pytest.raises(PlanError) as told:
+        bridge.plan(str(root), target="gguf")
+    given = str(told.value).partition("--config '")[2].partition("'")[0]
+    assert json.loads(given)["rope_parameters"]["rope_theta"] == 5e5
+    assert bridge.plan(str(root), target="gguf", config=given).target == "gguf"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def bounds(model: Model) -> Iterator[Problem]:
         path = model.path.parent / place.location
         end = place.offset + max(expected, place.length or 0)
         if path.is_file() and end > path.stat().st_size:
-            why = f"ends at byte {end}, but {place.location} has {path.stat().st_size}: the file is truncated"
+            why = f"ends at byte {end}, but {place.location} has {path.stat().st_size} bytes"
             yield Problem(name, why)
 
 
