@@ -59,7 +59,7 @@ def test_what_is_not_used_is_told_on_stderr(tmp_path: Path) -> None:
     words = ["--target", "hf", "--quant", "int8_wo", "--no-verify", "--out", str(tmp_path / "out")]
     done = run("convert", str(MODEL), *words, "--device", "cuda", "--data", "corpus.txt", "--samples", "4", "-q")
     assert done.exit_code == 0 and done.stdout == ""
-    told = re.findall(r"^warning: (\w+)= \(--\w+\) is not used", done.stderr, re.MULTILINE)
+    told = re.findall(r"^warning: --(\w+) is not used", done.stderr, re.MULTILINE)
     assert told == ["device", "data", "samples"]
     written = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
     assert written["written_by"] == f"qbridge {bridge.__version__}" and written["producer"]["name"] == "modelopt"
@@ -69,7 +69,7 @@ def test_what_is_not_used_is_told_on_stderr(tmp_path: Path) -> None:
 def test_a_field_without_data_is_refused(verb: str, tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "out.safetensors"), "--quant", "fp8", *["--target", "hf"][: 2 * (verb == "convert")]]
     done = run(verb, str(MODEL), "--field", "text", *out)
-    assert done.exit_code == 2 and "field='text' (--field) names a key of JSONL records" in done.stderr
+    assert done.exit_code == 2 and "--field text names a key of JSONL records" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -296,7 +296,7 @@ def test_a_config_without_a_class_is_told_the_class_of_its_model_type(tmp_path: 
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
     done = run("plan", str(tmp_path / "model"), "--target", "hf")
     assert done.exit_code == 1
-    assert '{"architectures": ["Qwen2ForCausalLM"]}, or --config FILE with that JSON' in done.stderr
+    assert """--config '{"architectures": ["Qwen2ForCausalLM"]}'""" in done.stderr and "config=" not in done.stderr
 
 
 def test_seconds_of_imports_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A tokenizer's files that a configuration names or a caller gives, and their special tokens' ids.
+"""A tokenizer's files, named or given, and their special tokens' ids.
 
 A training checkpoint's own configuration has no ids, and without an end a served model never stops. NeMo 1 writes
 `nemo:` before the name of a member of its archive, NeMo 2 paths below `context/`. Other words are paths of the training

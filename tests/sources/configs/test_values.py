@@ -144,7 +144,7 @@ def test_params_of_meta_are_of_their_kind(change: dict[str, Any], why: str) -> N
 
 def test_json_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 200_000)
-    with pytest.raises(SourceError, match=r"config.json: cannot be read as JSON: nested too deeply"):
+    with pytest.raises(SourceError, match=r"config.json \(--config\): cannot be read as JSON: nested too deeply"):
         hf_config("x", "megatron", Declared(), native_shapes.megatron(), tmp_path)
 
 
