@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from bridge.core import version
+
 ROOT = Path(__file__).parent.parent
+TEXTS = (".py", ".md", ".toml", ".ipynb", ".txt", "Makefile", ".html", ".yml")
 pytestmark = pytest.mark.slow
 
 
@@ -20,7 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run([*build, "--wheel-dir", out, ROOT], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return next(out.glob("qbridge-*.whl"))
+    return next(out.glob("quantbridge-*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +98,32 @@ def test_the_sdist_builds_the_same_wheel_without_machine_code(wheel: Path, tmp_p
     subprocess.run([*build, "--wheel-dir", tmp_path, archive], check=True, capture_output=True, timeout=300)
     again = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
     assert set(again.namelist()) == {n for n in zipfile.ZipFile(wheel).namelist() if "/objects/" not in n}
+
+
+def test_no_text_installs_a_strangers_package() -> None:
+    """`qbridge` on PyPI compiles quantum circuits, and `quantbridge` is not published."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    wrong = re.compile(
+        r"pip install (-\S+ )*[\"'`]?(qbridge|quantbridge)\b(?!-[\d{])"  # but for the file of a wheel
+        r"|\bqbridge\[[a-z]|dependencies = .*\"qbridge\b"
+    )
+    found = {name for name in files if name.endswith(TEXTS) and wrong.search((ROOT / name).read_text())}
+    assert found <= {"tests/test_package.py"}
+
+
+def test_a_missing_extra_is_installed_from_the_checkout_or_from_the_wheel(wheel: Path, installed: Path) -> None:
+    """pip itself takes both commands, as far as it can without a network."""
+    assert version.install("trt") == f"pip install -e '{ROOT}[trt]'"
+    said = run(installed, "-c", "from bridge.core.version import install; print(install('golden'))").strip()
+    assert said == f"pip install '.[golden]' in bridge's checkout, or '{wheel.name}[golden]'"
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--no-index", "--no-build-isolation"]
+    for what in (f"{ROOT}[gguf]", f"{wheel}[golden]"):
+        done = subprocess.run([*pip, what], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+
+
+def test_pip_finds_no_fault_in_what_the_package_needs() -> None:
+    """Others are installed without what they need; only lines about this distribution count."""
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=120)
+    assert not [line for line in done.stdout.splitlines() if line.startswith(version.DISTRIBUTION)]
+    assert version.installed(version.DISTRIBUTION) == version.__version__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -89,11 +90,18 @@ def test_every_command_of_the_readme_is_one_the_parser_takes() -> None:
         assert all(flag in help_ for flag in flags), line
 
 
-def test_the_tables_name_every_source_target_and_scheme() -> None:
-    for heading, names in (("source", KINDS), ("target", target_names()), ("codes", scheme_names())):
+def test_the_tables_name_every_source_and_target_and_schemes_that_exist() -> None:
+    def cells(heading: str) -> list[list[str]]:
         part = TEXT.partition(f"\n| {heading} |")[2].partition("\n\n")[0]
-        cells = [line.split("|")[2 if heading == "codes" else 1] for line in part.splitlines()[2:]]
-        assert sorted(re.findall(r"`([\w.]+)`", " ".join(cells))) == sorted(names), heading
+        return [
+            re.findall(r"`([\w.]+)`", line.split("|", 2)[1 + (heading == "hardware")]) for line in part.splitlines()[2:]
+        ]
+
+    for heading, names in (("source", KINDS), ("target", target_names())):
+        assert sorted(chain.from_iterable(cells(heading))) == sorted(names), heading
+    assert len(cells("hardware")) == 5
+    for row in cells("hardware"):
+        assert row and {*row} <= {*scheme_names(), *target_names()}
 
 
 def test_every_link_of_the_readme_leads_to_a_file() -> None:

@@ -19,6 +19,7 @@ from bridge.core.output.names import GENERATION
 from bridge.core.remote.opening import written_at
 from bridge.core.text import SHOWN, fold_layers, number
 from bridge.core.values import TensorSpec
+from bridge.core.version import install
 from bridge.sources.config_json import read_json
 from bridge.sources.configs.positions import context_length, encoder_length
 from bridge.sources.configs.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_JSON, token_ids
@@ -236,7 +237,7 @@ class _Tokens:
             from tokenizers import Tokenizer
             from tokenizers.decoders import DecodeStream
         except ImportError as error:
-            raise CannotRun("running a model needs tokenizers: pip install 'qbridge[trt]'") from error
+            raise CannotRun(f"running a model needs tokenizers: {install('trt')}") from error
         self.directory = directory
         try:
             self._tokenizer = Tokenizer.from_file(str(directory / TOKENIZER_JSON))

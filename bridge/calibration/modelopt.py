@@ -53,6 +53,7 @@ from bridge.core.errors import CalibrationError
 from bridge.core.progress import Progress
 from bridge.core.text import fold_layers
 from bridge.core.values import Structure
+from bridge.core.version import install as install_extra
 from bridge.core.version import installed, loads_transformers
 from bridge.quant.calibration import Calibration, HeldOut, Provenance
 from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_measured
@@ -199,7 +200,7 @@ def modelopt() -> Any:
             from modelopt.torch.quantization.utils import calib_utils
     except ImportError as cause:
         raise CalibrationError(
-            f"calibration needs ModelOpt, which cannot be imported ({cause}); `pip install 'qbridge[calibrate]'`, or "
+            f"calibration needs ModelOpt, which cannot be imported ({cause}); `{install_extra('calibrate')}`, or "
             "pass a saved calibration"
         ) from cause
     install(tensor_quantizer, calib_utils, model_calib)

@@ -307,7 +307,7 @@ FLAGS = {
     "a": word("A", "a golden, or a directory that `convert` wrote, or its address"),
     "b": word("B", "another one"),
     "paths": word("[PATH]...", "written models, .onnx and .gguf files, recipes, tables", default=None, several=True),
-    "what": word("WHAT", "schemes, targets, architectures, runtimes; a scheme, table, output or calibration"),
+    "what": word("WHAT", "schemes, targets, architectures, runtimes, environment; a scheme, table, output or file"),
     "plan.every": switch("one line per tensor instead of one per kind of layer", "--all"),
     "show.every": switch("one line per tensor; every spelling of a dialect", "--all"),
     "dialect": Flag("a dialect, such as megatron, to show next to an architecture's table"),

@@ -109,7 +109,19 @@ def _runtimes() -> Description:
     return data, [Columns(("--for", "program", "what it loads", "schemes"), rows), "", note]
 
 
-LISTS = {"schemes": _schemes, "targets": _targets, "architectures": _architectures, "runtimes": _runtimes}
+def _environment() -> Description:
+    from bridge.cli.environment import environment  # packaging is loaded for nothing else
+
+    return environment()
+
+
+LISTS = {
+    "schemes": _schemes,
+    "targets": _targets,
+    "architectures": _architectures,
+    "runtimes": _runtimes,
+    "environment": _environment,
+}
 
 
 def architectures() -> dict[str, list[str]]:

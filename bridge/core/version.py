@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from functools import cache
+from pathlib import Path
 
 __version__ = "0.1.0"
+DISTRIBUTION = "quantbridge"  # `qbridge` is a stranger's on PyPI
 
 MODEL_CODE = ("transformers", "diffusers")  # the packages whose code builds models
 _loaded_here: set[str] = set()  # those of them that this package was the first to need
@@ -32,6 +34,14 @@ def installed(package: str) -> str:
     # `importlib.metadata.version` parses every field of the file, with the description: 5 ms for each package
     found = re.search(r"^Version: *(\S+)", text.partition("\n\n")[0], re.MULTILINE)
     return found[1] if found else ""
+
+
+def install(extra: str) -> str:
+    """Return the command that installs an extra: from a checkout or a wheel, because the package is on no index."""
+    root = Path(__file__).parents[2]
+    if (root / "pyproject.toml").is_file():
+        return f"pip install -e '{root}[{extra}]'"
+    return f"pip install '.[{extra}]' in bridge's checkout, or '{DISTRIBUTION}-{__version__}-py3-none-any.whl[{extra}]'"
 
 
 def loads_transformers() -> None:

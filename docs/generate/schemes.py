@@ -64,7 +64,7 @@ def _calibration(name: str) -> str:
         return "It needs no calibration. No framework is loaded, and rows stream from shard to shard."
     if not scheme.needs_modelopt:
         return "The plain model calibrates it, without ModelOpt; or it takes what llama.cpp's llama-imatrix wrote."
-    said = "ModelOpt calibrates it (`pip install 'qbridge[calibrate]'`), once for all targets."
+    said = "ModelOpt calibrates it (`pip install '.[calibrate]'`), once for all targets."
     if not scheme.simulation_needs_cuda:
         return said
     return f"{said} Its outputs are compared with ModelOpt's own only with CUDA: {scheme.simulation_needs_cuda}."

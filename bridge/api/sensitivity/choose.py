@@ -19,6 +19,7 @@ from bridge.api.sensitivity.job import Job
 from bridge.api.sensitivity.measure import Costs
 from bridge.api.sensitivity.result import NATS, Choice
 from bridge.core.errors import CalibrationError, SchemeError
+from bridge.core.version import install
 
 Key = TypeVar("Key", str, int)
 # HiGHS stops at an absolute gap of 1e-6 of the objective, and lets a constraint be off by 1e-6 of its unit.
@@ -207,7 +208,7 @@ def _milp(
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
     except ImportError as cause:
-        raise CalibrationError("choosing formats needs SciPy: pip install 'qbridge[calibrate]'") from cause
+        raise CalibrationError(f"choosing formats needs SciPy: {install('calibrate')}") from cause
     goals, spents = (np.array([of(option) for _, _, option in columns], float) for of in (goal, spent))
     goals /= max(goals.max(), 1e-300) / SCALE
     unit = max(spents.max(), 1e-300)

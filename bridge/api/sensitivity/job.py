@@ -18,6 +18,7 @@ from bridge.calibration.walk.budget import USED, measuring_need, tokens_of
 from bridge.core.errors import CalibrationError, SchemeError, UsageError
 from bridge.core.text import nearest, size
 from bridge.core.values import Structure
+from bridge.core.version import install
 from bridge.planning.structure import structure_of
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.recipe import NONE
@@ -233,7 +234,7 @@ def _not_simulated(scheme: Scheme) -> str:
 def _check_can_run(source: Source, *schemes: Scheme | None) -> None:
     """CalibrationError if the model, or what ModelOpt makes of it, cannot run here."""
     if not source.can_run:
-        raise CalibrationError(f"{source.where}: cannot be run here; pip install 'qbridge[calibrate]'")
+        raise CalibrationError(f"{source.where}: cannot be run here; {install('calibrate')}")
     for scheme in schemes:
         if scheme and (why := _not_simulated(scheme)):
             raise CalibrationError(

@@ -9,6 +9,7 @@ from typing import Any
 from bridge.core.addresses import check_length
 from bridge.core.errors import CalibrationError, UsageError, first_line
 from bridge.core.parsing.limited import parse_json
+from bridge.core.version import install
 
 CHARACTERS = 4 << 20  # of a text file; rows are spread over these, so that a corpus is not read whole
 _DEFAULT = Path(__file__).parent / "default_text.txt"
@@ -91,7 +92,7 @@ def _dataset(name: str, load_tokenizer: Callable[[], Any], samples: int, field: 
         from datasets import load_dataset
     except ImportError as cause:
         raise CalibrationError(
-            f"{name}: no such file, and reading it as a dataset id needs `pip install 'qbridge[calibrate]'`"
+            f"{name}: no such file, and reading it as a dataset id needs `{install('calibrate')}`"
         ) from cause
     repo, _, config = name.partition(":")
     try:

@@ -18,6 +18,7 @@ from bridge.core.addresses import scheme_of, shown, store_of
 from bridge.core.errors import BridgeError, SourceError, UsageError, first_line
 from bridge.core.remote.readers import GIVEN_UP, result, start
 from bridge.core.remote.store import RemoteStat, Store, check_names
+from bridge.core.version import install
 
 BUCKETS = ("s3", "gs", "az")  # the extras of this package have the same names
 REQUEST = 8 << 20  # bytes of one request, which has to end within `LIMITS`
@@ -195,8 +196,8 @@ def folder(url: str) -> Folder:
     try:
         return Bucket(url) if store in BUCKETS else FsspecFolder(url)
     except ImportError as error:
-        install = f"pip install 'qbridge[{store}]'" if store in BUCKETS else f"fsspec says: {error}"
-        raise UsageError(f"{shown(url)}: what reads {scheme}:// is not installed; {install}") from error
+        remedy = install(store) if store in BUCKETS else f"fsspec says: {error}"
+        raise UsageError(f"{shown(url)}: what reads {scheme}:// is not installed; {remedy}") from error
 
 
 class ObjectStore(Store):

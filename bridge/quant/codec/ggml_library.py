@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bridge.core.errors import SchemeError
+from bridge.core.version import install
 
-INSTALL = 'only llama.cpp\'s own quantizer makes its codes: pip install "qbridge[gguf]"'
+INSTALL = f"only llama.cpp's own quantizer makes its codes: {install('gguf')}"
 
 
 def is_installed() -> bool:

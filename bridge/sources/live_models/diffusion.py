@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.errors import SourceError
 from bridge.core.text import named, nearest
 from bridge.core.values import main_dtype
+from bridge.core.version import install
 from bridge.sources.configs.diffusion import without_architecture
 from bridge.sources.live_models.loading import as_tensor
 
 if TYPE_CHECKING:
     from bridge.sources.source import Source
 
-INSTALL = "pip install 'qbridge[diffusers]'"
+INSTALL = install("diffusers")
 
 
 def diffusion_class(config: Mapping[str, Any]) -> Any:

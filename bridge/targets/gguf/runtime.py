@@ -12,11 +12,12 @@ import numpy as np
 
 from bridge.core.errors import CannotRun
 from bridge.core.formats.gguf import GgufFile
+from bridge.core.version import install
 from bridge.targets.generation import Settings, from_thread
 from bridge.targets.gguf.tokenizer import NO_TOKENS
 from bridge.targets.target import LOG_PROBABILITIES
 
-INSTALL = 'running a GGUF file needs llama.cpp: pip install "qbridge[gguf]"'
+INSTALL = f"running a GGUF file needs llama.cpp: {install('gguf')}"
 LEAST = -1e4  # log probability of a token that llama.cpp does not list
 
 

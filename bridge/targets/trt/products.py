@@ -9,10 +9,10 @@ import os
 from typing import Any
 
 from bridge.core.errors import WriteError
-from bridge.core.version import installed
+from bridge.core.version import install, installed
 
 INSTALL = 'pip install --extra-index-url https://pypi.nvidia.com "tensorrt>=10.15"'
-INSTALL_RTX = 'pip install "qbridge[tensorrt-rtx]"'
+INSTALL_RTX = install("tensorrt-rtx")
 OLDEST = 10  # older versions of the full TensorRT have no strongly typed network
 FULL, RTX = "tensorrt", "tensorrt_rtx_bindings"  # the modules, by which a product is named here
 TITLES = {FULL: "TensorRT", RTX: "TensorRT for RTX"}

@@ -20,6 +20,7 @@ from bridge.core.dtypes import DTYPES
 from bridge.core.errors import GoldenError
 from bridge.core.files.handles import opened, read_into
 from bridge.core.values import TensorSpec
+from bridge.core.version import install
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.decode import as_floats
 from bridge.streaming.rows import TensorReader
@@ -43,7 +44,7 @@ def hasher() -> Any:
     try:
         from xxhash import xxh3_128
     except ImportError as error:
-        raise GoldenError("goldens are hashed with xxhash: pip install 'qbridge[golden]'") from error
+        raise GoldenError(f"goldens are hashed with xxhash: {install('golden')}") from error
     return xxh3_128()
 
 

@@ -161,9 +161,7 @@ def test_other_stores_of_fsspec_are_read_too(tmp_path: Path) -> None:
 def test_a_missing_library_is_told_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for scheme, module in (("s3", "boto3"), ("s3", "obstore"), ("gs", "obstore"), ("az", "obstore")):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(
-            UsageError, match=rf"what reads {scheme}:// is not installed; pip install 'qbridge\[{scheme}\]'"
-        ):
+        with pytest.raises(UsageError, match=rf"what reads {scheme}:// is not installed; pip install .*\[{scheme}\]'"):
             open_source(f"{scheme}://bucket/m")
 
 

@@ -139,7 +139,7 @@ def test_other_targets_refuse_them_in_words(llama: Path, options: dict[str, str]
 
 def test_without_llama_cpp_a_plan_says_what_to_install(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ggml_library, "find_spec", lambda name: None)
-    with pytest.raises(SchemeError, match=r'pip install "qbridge\[gguf\]"'):
+    with pytest.raises(SchemeError, match=r"pip install .*\[gguf\]"):
         bridge.plan(str(llama), target="gguf", quant="q5_k")
 
 

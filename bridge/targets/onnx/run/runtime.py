@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from bridge.core.errors import CannotRun, VerifyError, first_line
+from bridge.core.version import install
 from bridge.targets.generation import Chooser, Settings
 
 PAST, PRESENT = "past_key_values.", "present."
@@ -126,7 +127,7 @@ def open_session(file: Path, taps: Sequence[str] = (), *, optimize: bool = False
     try:
         import onnxruntime
     except ImportError as error:
-        raise CannotRun("running a model needs onnxruntime: pip install 'qbridge[trt]'") from error
+        raise CannotRun(f"running a model needs onnxruntime: {install('trt')}") from error
     options = onnxruntime.SessionOptions()
     if optimize:
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.vision_utils import _interpolation_axis_taps_weights
+
+from bridge.core.errors import ExportError
 
 WINDOWS = "bridge_windows"
 
@@ -56,6 +58,13 @@ def _halved(tower: Any, states: torch.Tensor) -> torch.Tensor:
 
 def _resampled(tower: Any, rows: torch.Tensor, columns: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
     """The learned positions of a square, between which those of the image lie."""
+    try:
+        from transformers.vision_utils import _interpolation_axis_taps_weights
+    except ImportError as error:
+        raise ExportError(
+            f"{type(tower).__name__}: transformers {transformers.__version__} lacks what its positions need; "
+            "pip install 'transformers>=5.15'"
+        ) from error
     side, mode = tower.num_grid_per_side, (tower.interpolation_mode, tower.interpolation_align_corners)
     down, heights = _interpolation_axis_taps_weights(rows, grid[0, 1], side, *mode)
     across, widths = _interpolation_axis_taps_weights(columns, grid[0, 2], side, *mode)

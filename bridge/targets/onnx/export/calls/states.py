@@ -9,10 +9,9 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any
 
+from transformers import cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicCache,
-    DynamicIndexedLayer,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
@@ -20,6 +19,10 @@ from transformers.cache_utils import (
 
 from bridge.sources.live_models.cache_layers import cache_layers
 from bridge.targets.onnx.export.family import family_of
+
+# Layers that versions before 5.14 and before 5.23 lack; no model of theirs has one.
+DynamicIndexedLayer: type = getattr(cache_utils, "DynamicIndexedLayer", type("DynamicIndexedLayer", (), {}))
+DummyLayer: type = getattr(cache_utils, "DummyLayer", type("DummyLayer", (), {}))
 
 CONV, RECURRENT = "conv_state", "recurrent_state"  # as onnxruntime-genai names them
 INDEXER = "indexer_key"  # by which sparse attention chooses tokens (DeepSeek V3.2): [batch, tokens, features]

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.core.errors import UsageError
 from bridge.core.machine import available_memory, cores
+from bridge.core.version import install
 from bridge.workflows.batch.engines.queue import JobQueue
 from bridge.workflows.batch.job import CRASH, overdue
 from bridge.workflows.batch.values import FAILED, Event, Job, Limits, Outcome, Watch
@@ -57,7 +58,7 @@ class Settings:
 def make_engine(settings: Settings, limits: Limits) -> Ray:
     """Find out how many jobs the cluster runs at once, and how large one may be."""
     if importlib.util.find_spec("ray") is None:
-        raise UsageError("engine = \"ray\" needs Ray: pip install 'qbridge[ray]'")
+        raise UsageError(f"engine = 'ray' needs Ray: {install('ray')}")
     if settings.cpus < 1 or settings.retries < 0:
         raise UsageError(f"[ray] cpus = {settings.cpus}, retries = {settings.retries}; expected 1 and 0 or more")
     import ray

@@ -1,0 +1,83 @@
+"""`qbridge show environment`: the versions that are installed, what works with them, and what to install."""
+
+from __future__ import annotations
+
+import platform
+import re
+from typing import Any
+
+from packaging.requirements import Requirement
+from rich.console import RenderableType
+
+from bridge.core.version import DISTRIBUTION, __version__, install, installed
+from bridge.planning.contract_files import runtimes
+from bridge.reporting.columns import Columns
+
+# What each extra is for; `dev` and `docs` are for work on the package itself.
+USES = {
+    "": "targets hf, trtllm and gguf without calibration",
+    "trt": "targets trt and ort, `qbridge run`, models without a table",
+    "calibrate": "schemes that need data, sensitivity, prune, distill",
+    "golden": "`qbridge golden`",
+    "gguf": "K-quants of target gguf, running its files",
+    "tensorrt-rtx": "engines without a GPU",
+    "diffusers": "models of diffusers",
+    "inspect": "the engine of nvdlfw-inspect",
+    "s3": "s3://", "gs": "gs://", "az": "az://",
+    "ray": "batches on a Ray cluster",
+}  # fmt: skip
+# Programs with a contract, by the distribution that has their code.
+PROGRAMS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm", "genai": "onnxruntime-genai"}
+
+
+def environment() -> tuple[Any, list[RenderableType]]:
+    """The data for --json, and the tables. Nothing that is listed is imported."""
+    extras = [_extra(extra, use, needs) for extra, use in USES.items() if (needs := _needs(extra))]
+    programs = [
+        {"program": runtime.program, "installed": found, "contract": runtime.version}
+        for runtime in runtimes()
+        if runtime.name in PROGRAMS and (found := installed(PROGRAMS[runtime.name]))
+    ]
+    data = {"python": platform.python_version(), DISTRIBUTION: __version__, "extras": extras, "programs": programs}
+    rows = [(extra["extra"] or "none", extra["use"], _state(extra), extra["fix"]) for extra in extras]
+    tables: list[RenderableType] = [f"{DISTRIBUTION} {__version__}, Python {data['python']}", ""]
+    tables.append(Columns(("extra", "for", "state", "to install it"), rows))
+    if programs:
+        found = [(program["program"], program["installed"], program["contract"]) for program in programs]
+        tables += ["", Columns(("program", "installed", "contract"), found)]
+    return data, tables
+
+
+def _needs(extra: str) -> list[Requirement]:
+    """The requirements of an extra that this machine has to meet; none if the package was not installed by pip."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        every = [Requirement(text) for text in requires(DISTRIBUTION) or ()]
+    except PackageNotFoundError:
+        return []
+    ours = [need for need in every if need.name != DISTRIBUTION and _extra_of(need) == extra]
+    return [need for need in ours if need.marker is None or need.marker.evaluate({"extra": extra})]
+
+
+def _extra_of(need: Requirement) -> str:
+    found = re.search(r"""extra == ["']([^"']+)""", str(need.marker or ""))
+    return found[1] if found else ""
+
+
+def _extra(extra: str, use: str, needs: list[Requirement]) -> dict[str, Any]:
+    packages = [{"name": need.name, "wants": str(need.specifier), "installed": installed(need.name)} for need in needs]
+    for package, need in zip(packages, needs, strict=True):
+        package["fits"] = bool(package["installed"]) and need.specifier.contains(package["installed"], prereleases=True)  # type: ignore[assignment]
+    works = all(package["fits"] for package in packages)
+    fix = "" if works else install(extra).replace("[]", "")
+    return {"extra": extra, "use": use, "works": works, "packages": packages, "fix": fix}
+
+
+def _state(extra: dict[str, Any]) -> str:
+    wrong = [
+        f"{p['name']} {p['installed']} is outside {p['wants']}" if p["installed"] else f"{p['name']} is missing"
+        for p in extra["packages"]
+        if not p["fits"]
+    ]
+    return "; ".join(wrong) or "works"
