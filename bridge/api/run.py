@@ -37,12 +37,14 @@ if TYPE_CHECKING:
     from bridge.targets.generation import Generator
 
 OPENING = 4  # tokens at most that Whisper begins with: start, language, task, no times
+# What stopped a model that would have said more, besides `tokens`.
+ENDS = {"context": "the model's context is full", "buffer": "the buffers of keys and values are full (cache, --cache)"}
 _EMPTY = "text is empty; give the model something to continue"
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A continued text. Seconds of the prompt end with the first token; `end` is "stop", "tokens" or "context"."""
+    """A continued text. Seconds of the prompt end with the first token; `end` is "stop", "tokens" or of `ENDS`."""
 
     text: str
     ids: tuple[int, ...]
@@ -66,7 +68,8 @@ class Generation:
         """The speeds, and with what it ran, in one line."""
         generated = f"{number(len(self.ids), 'token')}, {self.rate:,.0f} tokens/s"
         prompt = f"prompt of {number(self.prompt_tokens, 'token')}, {self.prompt_rate:,.0f} tokens/s"
-        return f"{generated}; {prompt}; {self.runs}"
+        stopped = f"; stopped: {ENDS[self.end]}" if self.end in ENDS else ""
+        return f"{generated}; {prompt}; {self.runs}{stopped}"
 
     def to_json(self) -> str:
         rates = {"prompt_tokens_per_second": self.prompt_rate, "tokens_per_second": self.rate}
@@ -122,7 +125,7 @@ def run(
     clock = time.perf_counter
     words = _Tokens(directory)
     ids, seen = _prompt(words, manifest.plan.architecture, text, images, sounds, chat)
-    settings, limited = _limited(settings, directory, manifest.plan, ids)
+    settings, limit = _limited(settings, directory, manifest.plan, ids)
     generator: Generator = target.generator(directory)
     if seen:
         if not isinstance(generator, Seeing):
@@ -137,7 +140,7 @@ def run(
         pieces.append(words.step(token))
         if stream and pieces[-1]:
             stream(pieces[-1])
-    end = "stop" if new and new[-1] in settings.stop else "context" if limited else "tokens"
+    end = "stop" if new and new[-1] in settings.stop else limit or "tokens"
     first = times[min(1, len(new))]
     return Generation("".join(pieces), tuple(new), len(ids), first - times[0], times[-1] - first, end, generator.runs)
 
@@ -184,8 +187,8 @@ def _settings(text: str, tokens: int, temperature: float, seed: int, *, needs_te
     return Settings(tokens, float(temperature), seed)
 
 
-def _limited(settings: Settings, directory: Path, plan: Plan, ids: list[int]) -> tuple[Settings, bool]:
-    """The settings with the model's end tokens and within its context, and whether the context is what limits it.
+def _limited(settings: Settings, directory: Path, plan: Plan, ids: list[int]) -> tuple[Settings, str]:
+    """The settings with the model's end tokens and within its context, and which of `ENDS` limits it, or ""
 
     A target's buffers of keys and values may hold less than the model's context.
     """
@@ -199,8 +202,10 @@ def _limited(settings: Settings, directory: Path, plan: Plan, ids: list[int]) ->
     # A decoder apart from the encoder of a text reads none of it; a transcript begins with few tokens.
     used = 0 if config.get("is_encoder_decoder") and not writes else max(len(ids), OPENING if writes else 0)
     buffer = plan.options.get("cache")
-    lengths = [context_length(config), None if isinstance(buffer, bool) else buffer]
-    context = min((length for length in lengths if length is not None), default=None)
+    lengths = {"context": context_length(config), "buffer": None if isinstance(buffer, bool) else buffer}
+    known = {limit: length for limit, length in lengths.items() if length is not None}
+    limit = min(known, key=known.__getitem__, default="")
+    context = known.get(limit)
     room = None if context is None else context - used
     if room is not None and room < 1:
         raise UsageError(
@@ -208,7 +213,7 @@ def _limited(settings: Settings, directory: Path, plan: Plan, ids: list[int]) ->
         )
     limited = room is not None and room < settings.tokens
     most = room if room is not None and limited else settings.tokens
-    return dataclasses.replace(settings, tokens=most, stop=frozenset(stop)), limited
+    return dataclasses.replace(settings, tokens=most, stop=frozenset(stop)), limit if limited else ""
 
 
 def _check_unaltered(plan: Plan, directory: Path) -> None:

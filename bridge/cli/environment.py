@@ -43,8 +43,7 @@ def environment() -> tuple[Any, list[RenderableType]]:
     tables: list[RenderableType] = [f"{DISTRIBUTION} {__version__}, Python {data['python']}", ""]
     tables.append(Columns(("extra", "for", "state", "to install it"), rows))
     if programs:
-        found = [(program["program"], program["installed"], program["contract"]) for program in programs]
-        tables += ["", Columns(("program", "installed", "contract"), found)]
+        tables += ["", Columns(("program", "installed", "contract"), [tuple(program.values()) for program in programs])]
     return data, tables
 
 

@@ -22,7 +22,7 @@ from bridge.reporting.loading import LOADING, Loading, loading_line, loading_row
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows
 from bridge.sources.live_models.distillation import Distillation
 from bridge.sources.pruned.summary import Pruning
-from bridge.verification.parity import Count, OutputParity, Parity, ScaleRange, TensorParity
+from bridge.verification.parity import NO_MODEL, OUTPUTS_ASIDE, Count, OutputParity, Parity, ScaleRange, TensorParity
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -285,7 +285,9 @@ def verdict(report: Report) -> str:
         return f"FAILED: {first_of(failed, 2)}"
     if not report.compared:
         return "not compared"
-    return "passed" if report.parity.outputs else "passed: every weight; the outputs were not run"
+    known = (text for text in report.parity.not_run if text.startswith(OUTPUTS_ASIDE) and NO_MODEL not in text)
+    why = next(known, "the outputs were not run")
+    return "passed" if report.parity.outputs else f"passed: every weight; {why}"
 
 
 def _figures(parity: Parity) -> str:

@@ -34,6 +34,13 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return result
 
 
+def restated(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config of a model that is written in another dtype than its source's; diffusers' configs state none."""
+    from bridge.sources.configs.diffusion import is_diffusion  # loads numpy
+
+    return with_dtype(config if is_diffusion(config) else {**config, "dtype": dtype}, dtype)
+
+
 def _any_of(words: Collection[str], value: object) -> bool:
     return isinstance(value, Mapping) and any(value.get(word) is not None for word in words)
 

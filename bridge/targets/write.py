@@ -25,6 +25,8 @@ def write(context: ConversionContext) -> Manifest:
     written = load_target(plan.target).write(context, directory)
     for name in plan.side_files:
         content, path = source.side_files[name], directory / name
+        if path.exists():
+            continue  # the target changed what it says
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, bytes):
             path.write_bytes(content)

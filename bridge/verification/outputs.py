@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -106,6 +108,30 @@ def output_parity(
     own_error = relative_l2(references.quantized, references.source)
     most = max(own_error * errors, FLOAT_ERROR)
     return ours, _judged(theirs, theirs.why or _above(theirs.relative_l2, most))
+
+
+def first_tokens(batch: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """A batch with each of its texts cut after so many tokens; a decoder's outputs at these stay what they are."""
+    width = batch["input_ids"].shape[1]
+    along = (name for name, array in batch.items() if array.ndim == 2 and array.shape[1] == width)
+    return {**batch, **{name: batch[name][:, :tokens] for name in along}}
+
+
+def of_first_tokens(references: HeldOut, tokens: int) -> HeldOut:
+    """The references at the first tokens of each text alone, without perplexities if that leaves some out."""
+    width = references.inputs[0]["input_ids"].shape[1]
+    if width <= tokens:
+        return references
+    lines, places = np.divmod(references.rows, width)
+    kept = places < tokens
+    if not kept.any():
+        raise CannotRun(f"none of the positions that are compared is among the first {tokens} tokens of its text")
+    return replace(
+        references, inputs=tuple(first_tokens(batch, tokens) for batch in references.inputs),
+        rows=(lines * tokens + places)[kept], source=references.source[kept],
+        quantized=references.quantized[kept] if references.quantized.size else references.quantized,
+        source_perplexity=None, quantized_perplexity=None,
+    )  # fmt: skip
 
 
 def _of_prefixes(runtime: Runnable, references: HeldOut, progress: Progress) -> tuple[np.ndarray, HeldOut]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+OUTPUTS_ASIDE = "outputs were not compared"  # how a line of `Parity.not_run` on them begins
+NO_MODEL = "this conversion built no model; `qbridge verify` runs it"
+
 
 @dataclass(frozen=True)
 class TensorParity:

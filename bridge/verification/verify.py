@@ -24,8 +24,8 @@ from bridge.sources.checkpoint import as_stored
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest, altered
-from bridge.verification.outputs import error_factor, float_error, output_parity
-from bridge.verification.parity import OutputParity, Parity
+from bridge.verification.outputs import error_factor, first_tokens, float_error, of_first_tokens, output_parity
+from bridge.verification.parity import NO_MODEL, OUTPUTS_ASIDE, OutputParity, Parity
 from bridge.verification.tensors import tensor_parity
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def prove(
     not_run = list(compared.not_run)
     try:
         if not check.run:
-            raise CannotRun("this conversion built no model; `qbridge verify` runs it")
+            raise CannotRun(NO_MODEL)
         check_on_disk(directory)
         references = _held_out(source, plan, calibration, check)
         runtime = target.runtime(directory)
@@ -102,7 +102,7 @@ def prove(
         if source.kept and not plan.quantized:
             findings += _against_whole(cast("PrunedSource", source), references.inputs[0])
     except CannotRun as error:
-        not_run.append(f"outputs were not compared: {error}")
+        not_run.append(f"{OUTPUTS_ASIDE}: {error}")
     except VerifyError as error:  # an output that does not load or run is broken, not unverified
         findings.append(f"error [runtime] {error}")
     parity = replace(compared, outputs=outputs, layers=layers, not_run=tuple(not_run), substitute=substitute)
@@ -160,8 +160,15 @@ def _reservations(outputs: tuple[OutputParity, ...], quantized: bool, substitute
 
 
 def _held_out(source: Source, plan: Plan, calibration: Calibration | None, check: OutputCheck) -> HeldOut:
-    """The inputs and reference outputs to compare with; CannotRun with the reason if there are none."""
+    """The inputs and reference outputs to compare with; CannotRun with the reason if there are none.
+
+    A text is cut to the buffers of keys and values, if the plan has them.
+    """
+    buffer = plan.options.get("cache")
+    tokens = buffer if isinstance(buffer, int) and not isinstance(buffer, bool) else None
     kept, data = calibration.held_out if calibration else None, check.data
+    if kept is not None and tokens is not None:
+        kept = of_first_tokens(kept, tokens)
     if kept is not None and not check.rerun:
         return kept
     check_fits(plan, "calibrate on a larger machine and pass its calibration")
@@ -171,7 +178,8 @@ def _held_out(source: Source, plan: Plan, calibration: Calibration | None, check
         if kept is not None:
             return answer_again(source, kept)
         assert data is not None
-        return answer(source, data)
+        cut = data.held_out if tokens is None else tuple(first_tokens(batch, tokens) for batch in data.held_out)
+        return answer(source, replace(data, held_out=cut))
     except BridgeError as error:
         raise CannotRun(str(error)) from error
 

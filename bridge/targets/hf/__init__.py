@@ -21,9 +21,8 @@ from bridge.planning.contracts import verdict
 from bridge.planning.drafts import without_promise
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
-from bridge.sources.configs.diffusion import is_diffusion
 from bridge.targets.checkpoint import StreamedTarget, check_ranks, float_dtype, option, write_checkpoint
-from bridge.targets.config_json import generation_config, generation_problems, with_dtype
+from bridge.targets.config_json import generation_config, generation_problems, restated
 from bridge.targets.hf.shards import index, names_of
 from bridge.targets.hf.spelling import SPELLINGS, spelling
 from bridge.targets.hf.steps import Drafting
@@ -189,7 +188,7 @@ class Hf(StreamedTarget):
         config = without_promise(source.config, (output.spec.name for output in plan.outputs))
         dtype = plan.options["dtype"]
         if dtype != main_dtype(plan.sources.values()):
-            config = with_dtype(config if is_diffusion(config) else {**config, "dtype": dtype}, dtype)
+            config = restated(config, dtype)
         files = _config_files(plan, config)
         files = {names.at(name): content for name, content in files.items()}
         if len(plan.files) > 1:

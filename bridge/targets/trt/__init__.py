@@ -141,10 +141,16 @@ class Trt(OnnxTarget):
         drafted, options = super().draft(draft), draft.options
         if options.own_scales and not any(isinstance(f, Format) and is_refit(f) for f in draft.formats.values()):
             drafted.notes.append(OWN_SCALES_NOTE)
+        limit = context_length(draft.config)
+        if is_buffered(options.cache) and limit is not None and options.cache > limit:
+            drafted.notes.append(
+                f"the model has {limit} positions, and every step reads all {options.cache} of the buffers: "
+                f"cache={limit} (--cache {limit}) holds all that it reads"
+            )
         if options.engine:
             from bridge.targets.trt.profile import check_positions, parse_ranges
 
-            check_positions(parse_ranges(options.profile or {}), context_length(draft.config))
+            check_positions(parse_ranges(options.profile or {}), limit)
             drafted.disk = sum(output.spec.nbytes for step in drafted.steps for output in step.outputs)
         if isinstance(options.engine, str):
             from bridge.targets.trt.engine import build_memory
@@ -314,7 +320,8 @@ def _rewrite(plan: Plan) -> Callable[[Graph], None] | None:
     """What a plan changes in a float graph; what that needs is imported once there is a graph."""
     options = plan.options
     last, buffered = options["logits"] == "last", is_buffered(options["cache"])
-    own = any(f and f.input is None and f.weight[0].dtype == "int8" for f in (step.format for step in plan.quantized))
+    alone = {f.weight[0].dtype for f in (step.format for step in plan.quantized) if f and f.input is None}
+    own = not alone.isdisjoint(("int8", "int4"))
 
     def rewrite(graph: Graph) -> None:
         if last:
@@ -328,7 +335,7 @@ def _rewrite(plan: Plan) -> Callable[[Graph], None] | None:
         if own:
             from bridge.targets.trt.own_inputs import separate_inputs
 
-            separate_inputs(graph)
+            separate_inputs(graph, loops="int8" in alone)
 
     return rewrite if last or buffered or own else None
 
@@ -346,7 +353,8 @@ def _resolve_engine(given: bool | str) -> bool | str:
         raise UsageError(f"engine={given!r} must be True or False, or names of GPUs: 'rtx4090,rtx5090'")
     engine = ",".join(parse_gpus(given)) if isinstance(given, str) else given
     if engine and (reason := why_unavailable(FULL if engine is True else RTX)):
-        raise EngineUnavailable(f"engine={given!r}: no TensorRT engine can be built here: {reason}")
+        named = "\n  or name the GPU that will serve: engine='rtx4090' (--engine rtx4090)" if engine is True else ""
+        raise EngineUnavailable(f"engine={given!r} (--engine): no TensorRT engine can be built here: {reason}{named}")
     return engine
 
 

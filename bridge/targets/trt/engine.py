@@ -69,8 +69,8 @@ def build_engines(
     """
     product = RTX if architectures else FULL
     if reason_why := why_unavailable(product):
-        named = f"\n  for a GPU by its name (--gpu rtx4090), TensorRT for RTX needs none: {INSTALL_RTX}"
-        raise EngineUnavailable(f"no engine can be built here: {reason_why}{named if product == FULL else ''}")
+        named = "" if product == RTX else f"\n  or {_named_instead()}"
+        raise EngineUnavailable(f"{directory}: no engine can be built here: {reason_why}{named}")
 
     def build(graph: Path, profiles: Sequence[Profile], engine: Path) -> Built:
         if product == FULL:
@@ -88,6 +88,12 @@ def build_engines(
     ending = f".{'+'.join(architectures)}{ENDING}" if architectures else ENDING
     about = (TITLES[product], version, tuple(architectures) or ("this GPU",), BOUND[product])
     return _built(directory, _profiles(directory, config, ranges), ending, about, build, out, name_them)
+
+
+def _named_instead() -> str:
+    """How to build without a GPU, for a build that names none."""
+    install = "" if rtx_version() else f", once it is installed: {INSTALL_RTX}"
+    return f"name the GPU that will serve (--gpu rtx4090): TensorRT for RTX builds for it without one{install}"
 
 
 def _profiles(
@@ -150,7 +156,8 @@ def _published(directory: Path, new: Path, made: Engines) -> Engines:
     foreign = [name for name in sorted(names - named) if (directory / name).exists()]
     if foreign:
         raise WriteError(
-            f"{directory / foreign[0]}: is named by no engine.json, so it is not replaced; remove it yourself"
+            f"{directory / foreign[0]}: no readable engine.json beside it names it, so it may be another program's and "
+            "is not replaced; remove it, or build into a new directory (--out)"
         )
     stay = [one for one in old.still_valid(directory, made.weights_sha256) if one.file not in names] if old else []
     for name in sorted(names):

@@ -18,7 +18,10 @@ from bridge.planning.plan import Step
 from bridge.quant.describe import contract_words, explained, numeric_words
 
 RUNTIME = "tensorrt-rtx"
-ELSEWHERE = "TensorRT for RTX has no kernels for it; run the line of trtexec.txt with the full TensorRT on that machine"
+ELSEWHERE = (
+    "TensorRT for RTX has no kernels for it; leave it out here, and on a machine with that GPU run the line of the "
+    "output's trtexec.txt with the full TensorRT"
+)
 
 
 # What names of shops and of `nvidia-smi` have beside the name: "NVIDIA A100-SXM4-80GB", "RTX 4090 Laptop GPU".
@@ -63,12 +66,9 @@ def parse_gpus(given: str | Sequence[str]) -> tuple[str, ...]:
             raise UsageError(f"gpu {word.strip()!r} ({others[name].upper()}): {ELSEWHERE}")
         if name not in known:
             near = get_close_matches(name, [*known, *others], n=3, cutoff=ALIKE)
-            said = (
-                f"nearest: {', '.join(near)}"
-                if near
-                else f"known are names of NVIDIA's, and {', '.join(capabilities())}"
-            )
-            raise UsageError(f"gpu {word.strip()!r} is unknown; {said}")
+            said = f"nearest: {', '.join(near)}; " if near else ""
+            remedy = f"write the name of an NVIDIA GPU (rtx4090) or an architecture: {', '.join(capabilities())}"
+            raise UsageError(f"gpu {word.strip()!r} is unknown; {said}{remedy}")
         found.update(known[name])
     return tuple(sm for sm in capabilities() if sm in found)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ import transformers
 
 import bridge
 from bridge.core.errors import CannotRun, ExportError, PlanError, UsageError
+from bridge.quant.calibration import HeldOut
 from bridge.targets.onnx.lint import lint
 from bridge.targets.onnx.run import buffers
 from bridge.targets.onnx.run.runtime import Runtime, past_of
 from bridge.targets.trt.engine import run_builder
 from bridge.targets.trt.profile import Profile
+from bridge.verification.outputs import of_first_tokens
 from tests import once
 from tests.models.trt_families import VOCAB, decoder, encoder
 from tests.targets.trt.test_rtx import needs_rtx
@@ -123,9 +125,46 @@ def test_the_last_token_alone_and_a_full_buffer(tmp_path: Path) -> None:
     shape = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False).graph.output[0].type.tensor_type.shape
     assert [dim.dim_value for dim in shape.dim][1] == 1
     made = bridge.run(tmp_path / "out", "The value of the expression is", tokens=64)
-    assert made.prompt_tokens + len(made.ids) == 16 and made.end == "context"
+    assert (
+        made.prompt_tokens + len(made.ids) == 16
+        and made.end == "buffer"
+        and "the buffers of keys and values are full" in str(made)
+    )
     with pytest.raises(CannotRun, match="the text has 17 tokens, and the buffers of the graph hold 16"):
         Runtime(tmp_path / "out").run({"input_ids": np.ones((1, 17), np.int64)})
+
+
+@pytest.mark.slow
+def test_a_text_is_cut_to_the_buffers_before_outputs_are_compared(tmp_path: Path) -> None:
+    """The answers that calibration kept are those of 64 tokens; verify of an unquantized model makes its own."""
+    report = bridge.convert(MODEL, "trt", "fp8", tmp_path / "out", cache=32, samples=4, sequence=64, progress=False)
+    assert report.passed and [output.reference for output in report.parity.outputs] == ["source", "modelopt"]
+    plain = bridge.convert(MODEL, "trt", "none", tmp_path / "plain", cache=32, samples=4, sequence=64, progress=False)
+    (output,) = plain.parity.outputs
+    assert plain.passed and output.perplexity == pytest.approx(output.reference_perplexity, rel=1e-4)
+
+
+def test_references_of_first_tokens_are_those_of_their_positions() -> None:
+    ids = np.arange(24).reshape(2, 12)
+    rows = np.array([0, 3, 5, 12, 16, 23])
+    held = HeldOut(
+        ({"input_ids": ids, "other": np.ones((2, 5))},), rows, np.arange(1), rows[:, None], rows[:, None], 2.0
+    )
+    cut = of_first_tokens(held, 4)
+    assert cut.inputs[0]["input_ids"].tolist() == [[0, 1, 2, 3], [12, 13, 14, 15]] and cut.inputs[0]["other"].shape == (
+        2,
+        5,
+    )
+    assert cut.inputs[0]["input_ids"].reshape(-1)[cut.rows].tolist() == [0, 3, 12] == cut.source[:, 0].tolist()
+    assert cut.source_perplexity is None and of_first_tokens(held, 12) is held
+    with pytest.raises(CannotRun, match="none of the positions that are compared is among the first 2 tokens"):
+        of_first_tokens(replace(held, rows=rows[2:3]), 2)
+
+
+def test_buffers_longer_than_the_model_s_positions_are_told_in_the_plan() -> None:
+    notes = bridge.plan(MODEL, "trt", cache=1000).notes
+    assert any("the model has 512 positions" in note and "cache=512 (--cache 512)" in note for note in notes)
+    assert not any("positions" in note for note in bridge.plan(MODEL, "trt", cache=512).notes)
 
 
 def test_models_and_words_that_buffers_are_not_for_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""In graphs with a loop, products that read one value have inputs of their own, and the same answers."""
+"""Products of one value in graphs with a loop, or of shared weights, have inputs of their own, and the same answers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ SCAN = (
     "{c = Add(a, r) d = Identity(c)}> (z, y)"
 )
 TEXT = """<ir_version: 10, opset_import: ["": 21]>
-g (float[n, 3] x, float[3] z) => (float[n, 3] q, float[n, 3] k, float[n, 3] v, float[3] s)
-<float[3, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}> {
+g (float[n, 3] x, float[3] z) => (float[n, 3] q, float[n, 3] k, float[n, 3] v, float[n, 3] g, float[3] s)
+<float[3, 3] w1 = {1, 2, 3, 4, 5, 6, 7, 8, 9}, float[3, 3] w2 = {2, 3, 4, 5, 6, 7, 8, 9, 1},
+ float[3, 3] w3 = {3, 4, 5, 6, 7, 8, 9, 1, 2}, float[3, 3] w4 = {4, 5, 6, 7, 8, 9, 1, 2, 3}> {
   y = Relu(x)
-  q = MatMul(y, w)
-  k = MatMul(y, w)
-  v = MatMul(y, w)
+  q = MatMul(y, w1)
+  k = MatMul(y, w2)
+  v = MatMul(y, w3)
+  g = Gemm <transB = 1> (y, w4)
   LOOP
 }"""
 
@@ -29,7 +31,7 @@ g (float[n, 3] x, float[3] z) => (float[n, 3] q, float[n, 3] k, float[n, 3] v, f
 def answers(model: ir.Model) -> list[np.ndarray]:
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
     x = np.array([[0, 1, -2], [3e38, 5, 6]], np.float32)
-    return session.run(["q", "k", "v", "s"], {"x": x, "z": np.ones(3, np.float32)})
+    return session.run(["q", "k", "v", "g", "s"], {"x": x, "z": np.ones(3, np.float32)})
 
 
 @pytest.mark.parametrize("loops", [True, False])
@@ -43,5 +45,16 @@ def test_products_are_equal_and_each_reads_its_own_value_where_a_loop_is(loops: 
     separate_inputs(Graph(model, {}, "", {}, {}))
     for one, other in zip(before, answers(model), strict=True):
         np.testing.assert_array_equal(one, other)
-    read = {node.inputs[0].name for node in model.graph if node.op_type == "MatMul"}
-    assert len(read) == (3 if loops else 1)
+    read = {node.inputs[0].name for node in model.graph if node.op_type in ("MatMul", "Gemm")}
+    assert len(read) == (4 if loops else 1)
+
+
+def test_a_layer_whose_weights_were_read_before_has_a_value_for_each_product() -> None:
+    """The layers of ALBERT share their weights; q, k and v of the first are joined as those of other models."""
+    text = TEXT.replace("LOOP", "s = Identity(z)\n m = MatMul(q, w1)\n n = MatMul(q, w2)\n o = MatMul(q, w3)")
+    model = ir.from_proto(parser.parse_model(text))
+    for value in (value for node in model.graph for value in node.outputs):
+        value.type = ir.TensorType(ir.DataType.FLOAT)
+    separate_inputs(Graph(model, {}, "", {}, {}), loops=False)
+    read = {node.outputs[0].name: node.inputs[0].name for node in model.graph if node.op_type == "MatMul"}
+    assert [read[name] for name in ("q", "k", "v", "m")] == ["y", "y", "y", "q"] and read["n"] != read["o"]

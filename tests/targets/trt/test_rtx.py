@@ -35,7 +35,7 @@ from tests import once
 pytest.importorskip("torch")
 ROOT = Path(__file__).parents[3]
 needs_rtx = pytest.mark.skipif(bool(why_unavailable(RTX)), reason="TensorRT for RTX is not installed")
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import AlbertConfig, AlbertForSequenceClassification, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 # Variants of a scheme: their weights' numeric.
 VARIANTS = {
@@ -200,6 +200,20 @@ def test_matrices_that_are_multiplied_at_once_share_an_fp8_scale() -> None:
 
 
 @needs_rtx
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8_wo", "int4_wo"])
+def test_layers_that_share_their_weights_are_built(scheme: str, tmp_path: Path) -> None:
+    """ALBERT: the builder crashed where it joined products of weights that a layer before reads too."""
+    sizes = {"hidden_size": 256, "embedding_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    config = AlbertConfig(vocab_size=96, num_hidden_layers=2, max_position_embeddings=64, **sizes)
+    AlbertForSequenceClassification(config).save_pretrained(tmp_path / "model")
+    options = {"dtype": "fp16", "engine": "sm89", "verify": False, "progress": False}
+    bridge.convert(tmp_path / "model", "trt", scheme, tmp_path / "out", **options)
+    (engine,) = load_engines(tmp_path / "out").engines
+    assert "matrices run in weight-only" in engine.summary
+
+
+@needs_rtx
 def test_one_engine_for_several_gpus_is_beside_its_graph_and_check_knows_it(tmp_path: Path) -> None:
     out = copied("int4_wo", "fp16", tmp_path)
     (engine,) = bridge.engine(out, ["RTX 4090", "l40s", "5090"], progress=False).engines
@@ -265,7 +279,7 @@ def test_what_fails_leaves_the_engines_and_their_record(
             bridge.engine(out, "sm120", progress=interrupt)
     else:
         (out / "model.sm120.engine").write_bytes(b"mine")
-        with pytest.raises(WriteError, match=r"named by no engine\.json"):
+        with pytest.raises(WriteError, match=r"no readable engine\.json beside it names it"):
             bridge.engine(out, "sm120", progress=False)
         assert (out / "model.sm120.engine").read_bytes() == b"mine"
         (out / "model.sm120.engine").unlink()
@@ -414,7 +428,7 @@ def test_a_convolution_is_a_product_and_the_worse_of_two_profiles_counts() -> No
         ("nvfp4_wo", "fp16", "l40s", "no engine for SM89: .* weights in fp4 per block of 16, e4m3 scales with .*SM120"),
         ("int8_wo", "fp16", "h100", "SM90.*trtexec.txt"),
         ("int8_wo", "fp16", "rtx590", "unknown; nearest: rtx5090"),
-        ("int8_wo", "fp16", "banana", "unknown; known are names of NVIDIA's, and sm75, "),
+        ("int8_wo", "fp16", "banana", "unknown; write the name of an NVIDIA GPU .* or an architecture: sm75, "),
     ],
 )  # fmt: skip
 def test_gpus_that_lack_a_format_are_refused_before_work(form: str, dtype: str, gpu: str, why: str) -> None:
@@ -507,7 +521,9 @@ def test_names_of_gpus_are_those_of_shops_of_nvidia_smi_and_of_architectures() -
     for bad in ("", [], [None], "rtx4090,"):
         with pytest.raises(UsageError, match="give names or architectures"):
             parse_gpus(bad)
-    with pytest.raises(UsageError, match=r"SM90.*trtexec.txt"):
+    with pytest.raises(UsageError, match=r"nearest: rtx4090, .*; write the name of"):
+        parse_gpus("rtx4900")
+    with pytest.raises(UsageError, match=r"SM90.*leave it out here, .*trtexec.txt"):
         parse_gpus("NVIDIA H100 80GB HBM3")
 
 

@@ -1,4 +1,4 @@
-"""Tensors that a model computes with in float32 while its file is in half precision."""
+"""What outputs in half precision keep, and what they say of their dtype."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from transformers import AutoConfig
 
 import bridge
 from tests.oracles import export_oracle as oracle
 from tests.sweep.build import build, feeds
 from tests.sweep.cell import say_size
+from tests.targets.trt.written import MODEL, written
 
 
 @pytest.mark.slow
@@ -46,3 +48,15 @@ def test_parts_whose_config_names_another_dtype_are_in_the_graph_s(tmp_path: Pat
     graph = ir.load(tmp_path / "out" / "model.onnx").graph
     products = [node for node in graph if node.op_type in ("MatMul", "Gemm", "Conv")]
     assert {value.dtype for node in products for value in node.inputs if value} == {ir.DataType.FLOAT16}
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.dtype == config.vision_config.dtype == config.text_config.dtype == torch.float16
+
+
+def test_config_json_states_the_dtype_of_the_graph_and_keeps_the_order_of_keys() -> None:
+    ours, source = (directory / "config.json" for directory in (written("none", dtype="bf16"), MODEL))
+    assert AutoConfig.from_pretrained(ours.parent).dtype == torch.bfloat16
+    assert ours.read_text() == source.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"')
+
+
+def test_config_json_of_a_graph_in_the_source_s_dtype_is_copied() -> None:
+    assert (written("none") / "config.json").read_bytes() == (MODEL / "config.json").read_bytes()

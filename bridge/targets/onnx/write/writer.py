@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,12 +15,14 @@ from bridge.core.formats.safetensors import layout
 from bridge.core.machine import cores
 from bridge.core.remote.readers import readers
 from bridge.core.text import fold_layers
+from bridge.core.values import main_dtype
 from bridge.planning.plan import Plan, Step
 from bridge.quant.smoothing import pre_scale
+from bridge.sources.config_json import read_json
 from bridge.streaming.context import ConversionContext, WriteResult
 from bridge.streaming.passthrough import copied_constants
 from bridge.streaming.scales import input_amax
-from bridge.targets.config_json import with_dtype
+from bridge.targets.config_json import restated, with_dtype
 from bridge.targets.onnx.files import WEIGHTS, files_of
 from bridge.targets.onnx.formats import IR_VERSIONS, OLDEST_OPSET
 
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from bridge.streaming.run import Summary
     from bridge.targets.onnx.export.float_graph import Graph
     from bridge.targets.onnx.export.request import GraphRequest
+
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -79,12 +84,24 @@ def write_onnx(
         f"all layers were exported, none stamped: {o.graph.note}" for o in made.values() if o.graph.note
     )
     _check_placed(list(made.values()))
+    _write_config(context, directory, options.dtype)
     unused = set.intersection(*(one.unused for one in made.values()))
     skipped = {name: f"not read by the {options.task} graph; kept in {WEIGHTS}" for name in sorted(unused)}
     text = next(iter(made.values())).graph.text
     rounded = sorted({name for one in made.values() for name in one.widened})
     told = [f"computed in float32, stored in half precision: {', '.join(fold_layers(rounded))}"] if rounded else []
     return WriteResult(summary.policies, skipped, (*notes, *told, *summary.notes())), text
+
+
+def _write_config(context: ConversionContext, directory: Path, dtype: str) -> None:
+    """Write config.json if the source's states another dtype than the graphs have; it is copied otherwise."""
+    if CONFIG not in context.plan.side_files:
+        return
+    content = context.source.side_files[CONFIG]
+    config = read_json(content, CONFIG)
+    changed = dtype != main_dtype(context.plan.sources.values())
+    if (stated := restated(config, dtype) if changed else with_dtype(config, dtype)) != config:
+        (directory / CONFIG).write_text(json.dumps(stated, indent=2) + "\n")
 
 
 def _check_placed(made: Sequence[MadeGraph]) -> None:
