@@ -285,7 +285,8 @@ def test_a_scaled_rope_is_said_as_it_was_or_refused(case: str, rope: dict[str, A
     (tmp_path / "out/config.json").unlink()
     said = open_source(tmp_path / "out").config["rope_parameters"]
     kind = rope.get("rope_type") or rope["type"]
-    assert said == {"rope_theta": 5000.0, "rope_type": kind, **{k: v for k, v in rope.items() if k != "type"}}
+    spread = {"beta_fast": 32.0, "beta_slow": 1.0} if kind == "yarn" else {}  # transformers' defaults
+    assert said == {"rope_theta": 5000.0, "rope_type": kind, **spread, **{k: v for k, v in rope.items() if k != "type"}}
 
 
 def test_layers_of_two_dtypes_cannot_be_one_tensor() -> None:
