@@ -110,7 +110,7 @@ def test_without_transformers_entries_that_no_table_knows_are_named_in_a_note(mo
 
 
 SPEAK_OF_LAYERS = {
-    "layer_types", "mlp_layer_types", "max_window_layers", "no_rope_layers", "no_rope_layer_interval", "moe_layers",
+    "layer_types", "mlp_layer_types", "max_window_layers", "no_rope_layers", "moe_layers",
     "interleave_moe_layer_step", "decoder_sparse_step", "first_k_dense_replace", "mlp_only_layers", "attn_type_list",
     "scale_attn_by_inverse_layer_idx", "sliding_window_pattern",
 }  # fmt: skip
