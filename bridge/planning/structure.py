@@ -10,7 +10,7 @@ import json
 
 from bridge.core.machine import without_collection
 from bridge.core.output import cache
-from bridge.core.output.provenance import provenance, without_origin
+from bridge.core.output.provenance import provenance
 from bridge.core.parsing.typed_json import typed
 from bridge.core.values import Structure, plain
 from bridge.core.version import loads_transformers
@@ -19,6 +19,7 @@ from bridge.sources.live_models.as_installed import is_as_installed
 from bridge.sources.source import Source
 from bridge.tables.architectures.arch import load_arch
 from bridge.tables.architectures.match import architecture_of
+from bridge.tables.architectures.meaning import without_origin
 from bridge.tables.architectures.structure import structure
 
 KIND = "structures"  # of the cache's entries

@@ -9,7 +9,7 @@ from bridge.core.text import pattern
 from bridge.core.values import Format, Site, Slice
 from bridge.planning.target import Draft, Drafted
 from bridge.tables.architectures.match import Matched
-from bridge.tables.architectures.meaning import not_followed
+from bridge.tables.architectures.meaning import malformed_rope, not_followed, not_known
 from bridge.tables.dialects.dialect import Dialect, DialectRow
 from bridge.tables.dialects.layout import Roles, lay_out, locate, roles_by_layer
 from bridge.tables.expressions.ops import Rank
@@ -51,7 +51,9 @@ class DialectDrafting:
         self._layers = int(str(self.matched.names["layers"]))
         matched, architecture = self.matched, self.matched.architecture
         unlike = not_followed(matched.table, architecture, matched.config, self.dialect.followed(architecture))
-        self._drafted = Drafted(problems=[("config.json", text) for text in unlike])
+        wrong = [*malformed_rope(matched.config), *unlike]
+        note = not_known(matched.table, architecture, matched.config)
+        self._drafted = Drafted(problems=[("config.json", text) for text in wrong], notes=[note] * bool(note))
 
     def _rows(self, head: bool) -> Iterator[tuple[DialectRow, int | None]]:
         """Yield every row with its layer; without `head` the output head is left out."""

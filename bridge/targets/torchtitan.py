@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bridge.planning.plan import Plan
     from bridge.streaming.context import ConversionContext, WriteResult
     from bridge.tables.architectures.arch import ArchTable
+    from bridge.tables.architectures.match import Matched
 
 ERAS = ("0.3", "0.2")
 ZERO_BIAS = "expert_bias is written as zeros: torchtitan balances experts with it in training; the model has none"
@@ -75,8 +76,11 @@ class Torchtitan(DcpTarget):
         model = dialect.file.section("models").get(layout, {})
         if (only := model.get("era", era)) != era:
             drafted.problems.append(("", f"torchtitan {era} has no model for it, {only} has; give era={only!r}"))
+        drafted.problems += [("config.json", text) for text in _rope(matched, model["rope"])]
         if "unlike" in model and (fields := dict(_unlike(draft.config, matched.table))):
             drafted.problems.append(("", f"{model['unlike']}; give {as_given(fields)}"))
+        if not drafted.problems:
+            drafted.notes.append(_of_the_run(matched, dialect.followed(matched.architecture)))
         drafted.notes += [ZERO_BIAS] * any(not step.source for step in drafted.steps)
         return drafted
 
@@ -88,6 +92,38 @@ class Torchtitan(DcpTarget):
 
         config = written_config(context.plan, context.source.config)
         return write_checkpoint(context, directory, {"config.json": config, **index_files(context.plan.files)})
+
+
+def _of_the_run(matched: Matched, followed: Iterable[str]) -> str:
+    """A note of the numbers that the run must give torchtitan's model, since its tensors do not tell them."""
+    from bridge.sources.configs.rope import rope_of
+
+    rope = rope_of(matched.config)
+    scaled = ", ".join(f"{name} {value}" for name, value in rope.scaling.items()) if rope.kind != "default" else ""
+    given = [f"{name} = {matched.config[name]}" for name in sorted(followed) if name in matched.config]
+    given += [f"rope_theta = {rope.theta}", *([f"{rope.kind} ({scaled})"] if scaled else [])]
+    return f"torchtitan reads no config.json, which is for other programs; its flavor must have {', '.join(given)}"
+
+
+def _rope(matched: Matched, kinds: Collection[str]) -> Iterator[str]:
+    """Yield what torchtitan's rotary positions, of `kinds`, do not compute."""
+    from bridge.sources.configs.rope import rope_of
+    from bridge.tables.architectures.meaning import PARTIAL, malformed_rope
+
+    if any(malformed_rope(matched.config)):
+        return
+    rope = rope_of(matched.config, share=float(str(matched.table.computes.get(PARTIAL) or 1)))
+    if rope.kind not in kinds:
+        yield f"rope_type is {rope.kind!r}; torchtitan's model has {' and '.join(kinds)}"
+    if rope.share != 1:
+        yield f"{PARTIAL} is {rope.share}; torchtitan's model turns whole heads"
+    if rope.kind == "yarn" and "kv_rank" in matched.names and not _is_of_scores(rope.scaling):
+        yield "rope_type is 'yarn' without equal mscale and mscale_all_dim; torchtitan's model scales scores alone"
+
+
+def _is_of_scores(scaling: Mapping[str, Any]) -> bool:
+    """Whether YaRN scales scores and no rotary positions (`DeepseekV3Attention` and YaRN of transformers 5.23)."""
+    return bool(scaling.get("mscale")) and scaling.get("mscale") == scaling.get("mscale_all_dim")
 
 
 def _unlike(config: Mapping[str, Any], table: ArchTable) -> Iterator[tuple[str, Any]]:

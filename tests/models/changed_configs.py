@@ -30,11 +30,15 @@ ROTARY: dict[str, dict[str, Any]] = {
     "partial-old": {"rope_theta": 123.0, PARTIAL: 0.75},
     "both": {"rope_parameters": THETA, "rope_scaling": LINEAR | {"rope_theta": 77.0}},
 }
-VALUES: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0, "mlp_only_layers": [1]}
+VALUES: dict[str, Any] = {
+    "attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0, "mlp_only_layers": [1], "moe_layers": [2],
+    "no_rope_layers": [1, 0, 1],
+}  # fmt: skip
 # What a field needs to have an effect; None removes what transformers wrote.
 NEEDS: dict[str, dict[str, Any]] = {
     "use_sliding_window": {"sliding_window": 8, "layer_types": None},
     "max_window_layers": {"use_sliding_window": True, "sliding_window": 8, "layer_types": None},
+    "topk_group": {"n_group": 4},
     "layer_types": {"use_sliding_window": True, "sliding_window": 8},
 }
 
@@ -77,7 +81,8 @@ def _another(name: str, value: Any, config: Mapping[str, Any]) -> Any:
     if name in VALUES:
         return VALUES[name]
     if name == "layer_types":
-        return [SLIDING if layer % 2 else FULL for layer in range(config["num_hidden_layers"])]
+        windowed = "chunked_attention" if "attention_chunk_size" in config else SLIDING
+        return [windowed if layer % 2 else FULL for layer in range(config["num_hidden_layers"])]
     if isinstance(value, bool) or name.startswith("use_"):
         return not value
     if isinstance(value, str):

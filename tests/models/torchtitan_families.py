@@ -12,6 +12,8 @@ VOCAB, LAYERS, DIM, HEADS, KV_HEADS, HEAD_DIM, FFN, EXPERTS, TOP_K, EXPERT_FFN =
 LLAMA_FFN = 160  # 0.2 derives it: two thirds of four times DIM
 POSITIONS, LLAMA_POSITIONS, BASE = 112, 16384, 5000.0
 MLA = {"kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 14}
+LLAMA_SCALING: dict[str, Any] = {"scaling": "llama"}  # with torchtitan's defaults
+GROUPS: dict[str, Any] = {}  # of experts: one
 SHARED, ROUTE_SCALE, LATENT_QUERY = 2, 2.5, 24
 
 TEXT: dict[str, Any] = {

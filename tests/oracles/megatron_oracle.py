@@ -84,6 +84,11 @@ def load_and_run(
     return _ask(tp, 1, megatron_process.load_and_run, *arguments)[0]
 
 
+def run_written(directory: Path, ids: np.ndarray) -> np.ndarray:
+    """Logits of the model that run_config.yaml in a directory describes, with the weights there."""
+    return np.asarray(_ask(1, 1, megatron_process.run_written, str(directory), ids)[0])
+
+
 def drafted(name: str, spec: str) -> list[str]:
     """Names in megatron-core's checkpoint of the tensors of a layer that predicts one token more."""
     found: list[str] = _ask(1, 1, megatron_process.drafted, name, spec)[0]

@@ -28,6 +28,12 @@ UNFUSED = {  # megatron's fused kernels and its GPU initialization need a GPU
     "apply_rope_fusion": False,
 }
 
+NOT_WRITTEN = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "moe_token_dispatcher_type": "allgather"}
+GPT = (  # arguments of GPTModel that Megatron-Bridge's providers hand on
+    "position_embedding_type", "rotary_percent", "rotary_base", "rope_scaling", "rope_scaling_factor",
+    "seq_len_interpolation_factor", "share_embeddings_and_output_weights",
+)  # fmt: skip
+
 
 class ZeroCentred(torch.nn.Module):
     """Transformer Engine's norms with zero_centered_gamma, which megatron's local norms refuse: times 1 + weight."""
@@ -87,6 +93,7 @@ def functions() -> dict[str, Any]:
     return {
         "silu": torch.nn.functional.silu,
         "gelu": torch.nn.functional.gelu,
+        "relu": torch.nn.functional.relu,
         "fast_gelu": fast_gelu,
         "squared_relu": squared_relu,
         "quick_gelu": quick_gelu,
@@ -295,6 +302,34 @@ def load_and_run(
         for tensor in model.parameters():
             tensor.fill_(float("nan"))
     load(model, directory, prefix, layers, strict)
+    return answer(model, torch.from_numpy(ids))
+
+
+def written_family(directory: str) -> Family:
+    """The model as run_config.yaml beside a checkpoint describes it, and no other file."""
+    import yaml
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    said = yaml.safe_load((Path(directory) / "run_config.yaml").read_text())["model"]
+    kind = MLATransformerConfig if said.get("multi_latent_attention") else TransformerConfig
+    own = {field.name for field in dataclasses.fields(kind)} - {"params_dtype", "bf16", "fp16"}
+    config = {key: value for key, value in said.items() if key in own or key.startswith("yarn_")}
+    config |= {"activation_func": said["activation_func"]["_target_"].rpartition(".")[2], **NOT_WRITTEN}
+    model = {key: said[key] for key in GPT if key in said}
+    if model["position_embedding_type"] == "yarn":  # what the provider has as attributes
+        config = {"yarn_mscale": None, "yarn_mscale_all_dim": None} | config
+    rows = said["make_vocab_size_divisible_by"]
+    model |= {"vocab_size": -(-said["vocab_size"] // rows) * rows, "max_sequence_length": said["seq_length"]}
+    return Family(config, model, {"model_type": "gemma" if "Gemma" in said["_target_"] else ""}, "")
+
+
+def run_written(directory: str, ids: np.ndarray) -> np.ndarray:
+    """Logits of the model that run_config.yaml describes, with the weights beside it, names of the local spec."""
+    model = build(written_family(directory), "local")
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.fill_(float("nan"))
+    load(model, directory, strict="raise_all")
     return answer(model, torch.from_numpy(ids))
 
 

@@ -36,9 +36,12 @@ class Made:
         """The adapter's way back."""
         return _process(self.era).submit(torchtitan_process.from_hf, self.era, self.name, state).result()
 
-    def load_and_run(self, directory: Path) -> np.ndarray:
-        """Logits of torchtitan's own model that loads a distributed checkpoint, every tensor of its state."""
-        arguments = (self.era, self.name, str(directory), self.ids)
+    def load_and_run(self, directory: Path, config: dict[str, Any] | None = None) -> np.ndarray:
+        """Logits of torchtitan's own model that loads a distributed checkpoint, every tensor of its state.
+
+        config: of transformers, whose numbers the run gives the model.
+        """
+        arguments = (self.era, self.name, str(directory), self.ids, config)
         return np.asarray(_process(self.era).submit(torchtitan_process.load_and_run, *arguments).result())
 
     def save(self, directory: Path, *, dtype: torch.dtype = torch.float32, training: bool = False) -> Path:

@@ -8,6 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -92,15 +93,52 @@ def _llama4(adapter: Any, native: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 @torch.no_grad()
-def load_and_run(era: str, name: str, directory: str, ids: np.ndarray) -> np.ndarray:
-    """Logits of a model whose whole state torch loads from a directory; what that lacks is an error."""
+def load_and_run(
+    era: str, name: str, directory: str, ids: np.ndarray, config: dict[str, Any] | None = None
+) -> np.ndarray:
+    """Logits of a model whose whole state torch loads from a directory; what that lacks is an error.
+
+    config: of transformers, whose numbers the run gives the model where torchtitan's has them.
+    """
     import torch.distributed.checkpoint as dcp
 
-    model, _ = _build(era, name)
+    with mock.patch.multiple(F, **_told(config or {})):
+        model, _ = _build(era, name)
+    _tell(model, config or {})
     state = {key: torch.full_like(tensor, float("nan")) for key, tensor in model.state_dict().items()}
     dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
     model.load_state_dict(state, strict=True)
     return np.asarray(model.eval()(torch.from_numpy(ids)).float())
+
+
+def _told(config: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of a config in place of those of the tiny models."""
+    if not config:
+        return {}
+    rope = config["rope_parameters"]
+    found = {"BASE": rope["rope_theta"], "TOP_K": config.get("num_experts_per_tok", F.TOP_K), "GPT_OSS": config}
+    found |= {"ROUTE_SCALE": config.get("routed_scaling_factor", F.ROUTE_SCALE)}
+    names = {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor", "factor": "scaling_factor"}
+    names |= {"original_max_position_embeddings": "original_max_position_embeddings"}
+    if rope["rope_type"] == "llama3":
+        found["LLAMA_SCALING"] = {"scaling": "llama"} | {named: rope[key] for key, named in names.items()}
+    else:
+        found["LLAMA_SCALING"] = {"scaling": "none"}
+    if (config.get("n_group") or 1) > 1:
+        found["GROUPS"] = {
+            "router_num_expert_groups": config["n_group"], "router_num_limited_groups": config["topk_group"],
+        }  # fmt: skip
+    return found
+
+
+def _tell(model: Any, config: dict[str, Any]) -> None:
+    """Epsilons, other than of latents, and whether shares of experts are divided by their sum."""
+    latents = ("q_norm", "kv_norm") if "kv_lora_rank" in config else ()
+    for name, module in model.named_modules():
+        if "rms_norm_eps" in config and hasattr(module, "eps") and not name.endswith(latents):
+            module.eps = config["rms_norm_eps"]
+        if "norm_topk_prob" in config and hasattr(module, "route_norm"):
+            module.route_norm = config["norm_topk_prob"]
 
 
 def from_hf(era: str, name: str, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -169,6 +207,7 @@ def _model_02(family: str) -> Any:
 def _config_02(name: str) -> Any:
     from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
     from torchtitan.models.llama3.model.args import TransformerModelArgs
+    from torchtitan.models.llama4.model.args import RoPEScalingArgs
     from torchtitan.models.llama4.model.args import TransformerModelArgs as Llama4Args
     from torchtitan.models.moe import MoEArgs
     from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
@@ -180,6 +219,8 @@ def _config_02(name: str) -> Any:
     if name == "llama4":
         routed = MoEArgs(**moe | {"route_norm": False})
         same |= {"n_kv_heads": F.KV_HEADS, "multiple_of": 8, "norm_eps": F.LLAMA4["rms_norm_eps"]}
+        if "scaling_factor" in F.LLAMA_SCALING:
+            same["rope_scaling_args"] = RoPEScalingArgs(**{k: v for k, v in F.LLAMA_SCALING.items() if k != "scaling"})
         return Llama4Args(**same, max_seq_len=F.POSITIONS, moe_args=routed)
     if name.startswith("qwen3"):
         return Qwen3ModelArgs(
@@ -222,7 +263,7 @@ def _config_03(name: str) -> Any:
     norm = qwen3._qwen3_norm if module is qwen3 else lambda dim: module.RMSNorm.Config(normalized_shape=dim)
     same: dict[str, Any] = {"n_layers": F.LAYERS, "dim": F.DIM, "n_heads": F.HEADS, "attn_backend": "flex"}
     if long:
-        rope = ComplexRoPE.Config(dim=F.DIM // F.HEADS, max_seq_len=F.LLAMA_POSITIONS, theta=F.BASE, scaling="llama")
+        rope = ComplexRoPE.Config(dim=F.DIM // F.HEADS, max_seq_len=F.LLAMA_POSITIONS, theta=F.BASE, **F.LLAMA_SCALING)
         layers = llama3._build_llama3_layers(**same, n_kv_heads=F.KV_HEADS, hidden_dim=F.LLAMA_FFN, rope=rope)
     elif deep:
         layers = _deepseek_03(name, same)
@@ -264,12 +305,12 @@ def _gpt_oss_03(same: dict[str, Any]) -> Any:
             dim=F.HEAD_DIM,
             max_seq_len=F.POSITIONS,
             theta=F.BASE,
-            scaling="yarn",
-            rope_factor=rope["factor"],
-            beta_fast=rope["beta_fast"],
-            beta_slow=rope["beta_slow"],
-            truncate=rope["truncate"],
-            original_seq_len=rope["original_max_position_embeddings"],
+            scaling="none" if rope["rope_type"] == "default" else "yarn",
+            rope_factor=rope.get("factor", 1.0),
+            beta_fast=rope.get("beta_fast", 32.0),
+            beta_slow=rope.get("beta_slow", 1.0),
+            truncate=rope.get("truncate", True),
+            original_seq_len=rope.get("original_max_position_embeddings", F.POSITIONS),
         ),
     )
     for number, layer in enumerate(layers):
@@ -306,6 +347,7 @@ def _deepseek_03(name: str, same: dict[str, Any]) -> Any:
         router_score_func="sigmoid",
         router_route_scale=F.ROUTE_SCALE,
         router_route_norm=True,
+        **F.GROUPS,
         moe_comm_backend="standard",
         non_blocking_capacity_factor=None,
         rope=ComplexRoPE.Config(dim=F.MLA["qk_rope_head_dim"], max_seq_len=F.POSITIONS, theta=F.BASE),

@@ -10,8 +10,10 @@ import transformers
 
 from bridge.core.mappings import own_files, read_table
 from bridge.sources.configs.rope import rope_of
+from bridge.tables.architectures import meaning
 from bridge.tables.architectures.arch import ArchTable, load_arch
-from bridge.tables.architectures.meaning import PARTIAL, as_read, listed, not_followed, shared
+from bridge.tables.architectures.meaning import PARTIAL, as_read, listed, not_followed, not_known, shared
+from bridge.tables.architectures.pruning import parse_pruning
 
 TABLES = {path.stem: path for path in own_files("arch")}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -95,6 +97,30 @@ def test_a_key_that_no_code_reads_passes_and_one_that_is_read_does_not() -> None
         "which transformers' modeling_gpt2.py reads; [computes] of mappings/arch/gpt2.toml does not list it"
     )
     assert list(not_followed(rows, "LlamaForCausalLM", {"is_causal": False}, ("is_causal",))) == []
+
+
+def test_without_transformers_entries_that_no_table_knows_are_named_in_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, config = table("LlamaForCausalLM"), {"rms_norm_eps": 1e-5, "use_cache": True, "summary_last_dropout": 1}
+    assert not not_known(rows, "LlamaForCausalLM", config)
+    monkeypatch.setattr(meaning, "_code", lambda architecture: ())
+    text = not_known(rows, "LlamaForCausalLM", config)
+    assert "is not installed (transformers)" in text
+    assert text.endswith("reads summary_last_dropout of config.json; taken to change nothing")
+    assert not not_known(rows, "LlamaForCausalLM", {"rms_norm_eps": 1e-5})
+
+
+SPEAK_OF_LAYERS = {
+    "layer_types", "mlp_layer_types", "max_window_layers", "no_rope_layers", "moe_layers",
+    "interleave_moe_layer_step", "decoder_sparse_step", "first_k_dense_replace", "mlp_only_layers", "attn_type_list",
+    "scale_attn_by_inverse_layer_idx", "sliding_window_pattern",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_every_field_that_speaks_of_layers_has_a_rule_for_models_with_fewer(name: str) -> None:
+    rows = table(read_table(TABLES[name]).words("architectures")[0])
+    own = {field for field in {*rows.computes, *rows.config} if field in SPEAK_OF_LAYERS}
+    assert own - parse_pruning(rows).names == set()
 
 
 def test_a_field_of_other_classes_is_not_read() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -174,6 +175,40 @@ def test_the_config_of_tensorrt_llm_says_a_changed_one_or_it_is_refused(
         assert differ == {SAYS[change]}
         if SAYS[change] in AS_IT_IS:
             assert after[SAYS[change]] == getattr(given, change)
+
+
+# What must be planned: entries that the class ignores, for every target, and those that a target expresses.
+TABLED = ("gguf", "megatron", "ort", "torchtitan", "tripy", "trtllm")
+IGNORED: dict[str, Any] = {
+    "attention_dropout": 0.5, "initializer_range": 9.0, "max_window_layers": 1, "partial_rotary_factor": 0.5,
+    "pretraining_tp": 2, "sliding_window": 8, "training_run": {"steps": 7}, "unsloth_version": "1", "use_cache": False,
+}  # fmt: skip
+EXPRESSED: list[tuple[str, str, str, Any]] = [
+    ("gguf", "mistral", "is_causal", False),
+    ("gguf", "gemma", "use_bidirectional_attention", True),
+    ("megatron", "mistral", "hidden_act", "gelu"),
+    ("megatron", "mistral", "hidden_act", "relu"),
+    ("megatron", "mistral", "sliding_window", 8),
+    ("megatron", "mixtral", "num_experts_per_tok", 3),
+    ("torchtitan", "qwen3", "rms_norm_eps", 0.1),
+    ("torchtitan", "qwen3moe", "norm_topk_prob", False),
+    ("tripy", "mistral", "sliding_window", 8),
+    ("tripy", "qwen3", "hidden_act", "relu"),
+    ("tripy", "gpt2", "scale_attn_by_inverse_layer_idx", True),
+    ("trtllm", "granitemoe", "residual_multiplier", 0.3),
+    ("trtllm", "mistral", "sliding_window", 8),
+    *((target, "qwen3", "rope_theta", 77.0) for target in TABLED),
+    *((target, "qwen3", field, value) for target in TABLED for field, value in IGNORED.items()),
+]
+
+
+@pytest.mark.parametrize(("target", "family", "field", "value"), EXPRESSED)
+def test_what_has_no_effect_or_can_be_expressed_is_not_refused(
+    target: str, family: str, field: str, value: Any
+) -> None:
+    given = {field: value} | ({"rope_parameters": None} if field == "rope_theta" else {})
+    plan = bridge.plan(base(family), target, config=given)
+    assert not any("no ready Tripy module" in note or "ready Tripy module of" in note for note in plan.notes)
 
 
 def _converted(family: str, directory: Path) -> None:

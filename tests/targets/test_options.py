@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,12 @@ GIVEN: dict[tuple[str, str], tuple[Any, str | None]] = {
     ("trtllm", "pp"): (2, None),
     ("trtllm", "dtype"): ("bf16", None),
 }
-# Options that no plan shows -> the test that reads their trace in the files
+# Options that no plan shows -> the test that gives them and reads their trace in the files
 READ = {
     ("ort", "exact"): ("test_options.py", "test_exact_products_are_asked_of_the_session"),
-    ("ort", "stamp"): ("onnx/export/test_stamp.py", "test_stamped_graph_computes_what_the_whole_one_does"),
     ("hf", "drafts"): ("../planning/test_drafts.py", "test_dropped_draft_layers_are_not_promised"),
     ("trt", "profile"): ("trt/test_rtx.py", "test_ranges_of_axes_replace_those_of_the_profiles"),
-    ("trt", "task"): ("onnx/export/test_cached_keys.py", "test_each_part_of_a_request_decides_on_its_key"),
+    ("trt", "task"): ("test_options.py", "test_the_task_is_that_of_the_graph"),
     ("trt", "attention_op"): (
         "trt/test_rtx.py",
         "test_the_operator_is_written_on_request_and_found_by_lint_where_no_kernel_has_it",
@@ -54,7 +54,11 @@ READ = {
     ("trt", "opset"): ("test_options.py", "test_the_opset_is_that_of_the_graph"),
     ("trt", "cache"): ("trt/test_genai.py", "test_no_cache_no_file"),
     ("trt", "logits"): ("trt/test_last_token.py", "test_logits_are_those_of_the_last_token"),
-    ("trt", "stamp"): ("onnx/export/test_stamp.py", "test_stamped_graph_computes_what_the_whole_one_does"),
+}
+# Options without a trace, and the test of that: a stamped graph is the whole one, only made of fewer layers
+TRACELESS = {
+    (target, "stamp"): ("onnx/export/test_stamp.py", "test_stamped_graph_computes_what_the_whole_one_does")
+    for target in ("ort", "trt")
 }
 OPTIONS = [(name, option.name) for name in BUILT_IN for option in dataclasses.fields(load_target(name).Options)]
 
@@ -68,11 +72,26 @@ def planned(target: str, scheme: str | None, **options: Any) -> Any:
     return load_target(target).next_command(plan), plain(dataclasses.replace(plan, options={}))
 
 
+def function_of(file: str, name: str) -> ast.FunctionDef:
+    """A test's code."""
+    nodes = ast.parse((Path(__file__).parent / file).read_text()).body
+    return next(node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
+
+
+def gives(function: ast.FunctionDef, option: str) -> bool:
+    """Whether a test gives the option to what writes the files, and asserts on what it reads afterwards."""
+    given = [node.lineno for node in ast.walk(function) if isinstance(node, ast.keyword) and node.arg == option]
+    asserts = [node.lineno for node in ast.walk(function) if isinstance(node, ast.Assert)]
+    return bool(given and asserts) and min(given) < max(asserts)
+
+
 @pytest.mark.parametrize(("target", "option"), OPTIONS)
 def test_an_option_leaves_a_trace(target: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if (target, option) in READ:
-        file, name = READ[target, option]
-        assert f"def {name}(" in (Path(__file__).parent / file).read_text()
+        assert gives(function_of(*READ[target, option]), option)
+        return
+    if (target, option) in TRACELESS:
+        assert function_of(*TRACELESS[target, option])
         return
     value, scheme = GIVEN[target, option]
     (tmp_path / "split.toml").write_text(SPLIT)
@@ -90,3 +109,10 @@ def test_the_opset_is_that_of_the_graph(tmp_path: Path) -> None:
     bridge.convert(TINY, "trt", "int8_wo", tmp_path / "out", opset=23, verify=False)
     graph = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
     assert [entry.version for entry in graph.opset_import if not entry.domain] == [23]
+
+
+def test_the_task_is_that_of_the_graph(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    bridge.convert(TINY, "trt", "int8_wo", tmp_path / "out", task="feature-extraction", verify=False)
+    graph = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False)
+    assert "logits" not in {output.name for output in graph.graph.output}

@@ -7,10 +7,9 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from bridge.core.version import installed
 
@@ -31,11 +30,6 @@ OPTIONAL = (
     "accelerate", "causal-conv1d", "flash-attn", "flash-linear-attention", "kernels", "mamba-ssm", "mambapy", "natten",
     "peft", "timm", "torchvision", "xformers", "xlstm",
 )  # fmt: skip
-# Fields of a config that say who saved it, and in which dtype; a cache key has the dtype itself.
-ORIGIN_FIELDS = {
-    "_attn_implementation_autoset", "_name_or_path", "dtype", "tokenizer_class", "torch_dtype",
-    "transformers.js_config", "unsloth_fixed", "unsloth_version",
-}  # fmt: skip
 
 
 def provenance(packages: Iterable[str]) -> list[object]:
@@ -53,18 +47,6 @@ def provenance(packages: Iterable[str]) -> list[object]:
 def can_change(packages: Iterable[str]) -> bool:
     """Whether one of the packages is an editable install, whose results must not be cached."""
     return any(origin(name) == "editable" for name in (*packages, *OPTIONAL))
-
-
-def without_origin(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without the fields that say who saved it: fine-tunes differ in those alone.
-
-    transformers looks whether the version that wrote it is there, not at its value.
-    """
-    return {
-        name: bool(value) if name == "transformers_version" else value
-        for name, value in config.items()
-        if name not in ORIGIN_FIELDS
-    }
 
 
 @cache

@@ -26,6 +26,7 @@ TERMS, EXPERT_TERMS, _ACTIVATIONS = map(TABLE.texts, ("terms", "expert_terms", "
 _SINKS, _NORMS, _EXPERT_DEFAULTS, CHOICES = map(TABLE.section, ("sinks", "layer_norm", "expert_defaults", "choices"))
 DEFAULTS = {name: None if value == "none" else value for name, value in TABLE.section("defaults").items()}
 _FREE = read_table(mappings() / "megatron_no_effect.toml")
+SWITCHES = tuple(TABLE.words("off"))
 NO_EFFECT = frozenset(name for topic in _FREE.data for name in _FREE.words(topic))
 _ANY_ENDING = tuple(name.removesuffix("*") for name in NO_EFFECT if name.endswith("*"))
 # Llama 3.1's numbers, constants in Megatron-Core's code.
@@ -58,8 +59,9 @@ def refusals(fields: Facts) -> dict[str, str]:
         elif name in DEFAULTS:
             plain = fact.value == DEFAULTS[name]
             why = f"no supported architecture has that; convertible models have {shown(DEFAULTS[name])}"
-        else:  # a switch that is off is taken for one of a newer version
-            plain = fact.value is False or name in NO_EFFECT or name.startswith(_ANY_ENDING)
+        else:  # a switch by whose name it is off as a rule, and is, is taken for one of a newer version
+            off = fact.value is False and name.startswith(SWITCHES)
+            plain = off or name in NO_EFFECT or name.startswith(_ANY_ENDING)
             why = "not known here, so that it may change what the model computes"
         if not plain:
             found[name] = f'{fact}: {why}; if this model does without it, give config={{"{name}": None}}'

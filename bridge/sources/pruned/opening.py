@@ -23,6 +23,7 @@ from bridge.sources.pruned.vocabulary import Vocabulary, open_vocabulary
 from bridge.sources.source import Source
 from bridge.tables.architectures.arch import ArchTable
 from bridge.tables.architectures.match import Matched
+from bridge.tables.architectures.meaning import not_followed
 from bridge.tables.architectures.structure import match_table
 
 _MULTIPLE = 64  # of widths that are given in percent: kernels want them
@@ -53,6 +54,8 @@ class Cut:
         dropped = tuple(drop_layers or ())
         left, wrong = _layers_left(dropped, before["layers"])
         problems += wrong
+        unknown = not_followed(matched.table, matched.architecture, matched.config, matched.table.computes)
+        problems += [f"config.json: {text}: it may speak of what would go" for text in unknown]
         if dropped and "layers" in (keep or {}):
             problems.append("layers= and drop_layers= both say which layers go; give one of them")
         if not dropped and not keep:

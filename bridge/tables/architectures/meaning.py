@@ -35,6 +35,19 @@ def listed(section: str) -> frozenset[str]:
     return frozenset(name for names in shared().section(section).values() for name in names)
 
 
+def without_origin(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without the fields that say who saved it: fine-tunes differ in those alone.
+
+    transformers looks whether the version that wrote it is there, not at its value.
+    """
+    saved = shared().section("without_effect")["saved"]
+    return {
+        name: bool(value) if name == "transformers_version" else value
+        for name, value in config.items()
+        if name not in saved
+    }
+
+
 def as_read(config: Mapping[str, Any], table: ArchTable) -> dict[str, Any]:
     """The config as its class reads it: one rotary entry, and no part of a head that the class does not read.
 
@@ -99,7 +112,7 @@ def not_followed(
 
     config: as `as_read` returns it.
     """
-    known = {*follows, *listed("without_effect"), *listed("elsewhere"), *(table.config.keys() - table.computes.keys())}
+    known = {*follows, *_elsewhere(), *(table.config.keys() - table.computes.keys())}
     for name, value in config.items():
         if name in known:
             continue
@@ -116,6 +129,20 @@ def not_followed(
                 f"{name} is {_shown(value)}, which {reader} reads; [computes] of {table.file.name} does not list it; "
                 "take target hf or trt, which need no list, or, if it changes nothing, remove it from config.json"
             )
+
+
+def not_known(table: ArchTable, architecture: str, config: Mapping[str, Any]) -> str:
+    """A note of entries that no table knows, where transformers' code is not there to ask; "" if there are none."""
+    known = {*table.computes, *table.config, *_elsewhere()}
+    names = [name for name in config if name not in known]
+    if not names or _code(architecture):
+        return ""
+    what = f"{architecture}'s code is not installed (transformers), so nothing says whether it reads"
+    return f"{what} {', '.join(names)} of config.json; taken to change nothing"
+
+
+def _elsewhere() -> frozenset[str]:
+    return listed("without_effect") | listed("elsewhere")
 
 
 def _same(value: object, default: object) -> bool:

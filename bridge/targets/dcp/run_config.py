@@ -26,12 +26,18 @@ ACTIVATIONS = {
     "gelu": "torch.nn.functional.gelu",
     "gelu_pytorch_tanh": "megatron.core.activations.fast_gelu",
     "gelu_new": "megatron.core.activations.fast_gelu",
+    "relu": "torch.nn.functional.relu",
     "relu2": "megatron.core.activations.squared_relu",
     "quick_gelu": "megatron.core.fusions.fused_bias_geglu.quick_gelu",
 }
+FUSED = ("silu", "quick_gelu")  # fused with the bias they stay what they are; gelu becomes its tanh approximation
 SAME = {"gelu_new": "gelu_pytorch_tanh"}  # one function, two names
 UNSUPPORTED = "Megatron-Core's configuration cannot express this config:"
 SCALED = ("linear", "dynamic", "yarn", "llama3")  # kinds of RoPE that have a factor
+SPREAD: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}  # of YaRN, transformers' defaults
+ROUTING = ("top_k", "router_groups", "top_groups")  # terms
+BEST = 2  # experts of a group whose scores are its own, in transformers' DeepSeek-V3 and GLM-4.5
+LATENT_EPS = 1e-6  # of the norms of latents, in transformers whatever the config says
 YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
@@ -42,6 +48,10 @@ def model_section(
     family = _family(matched)
     terms, present = _terms(config, matched, family), {role for role, _, _ in roles}
     _complete(terms, family)
+    if "kv_rank" in terms and terms["eps"] != LATENT_EPS:
+        field = next(name for name, term in family.says.items() if term == "eps")
+        why = f"norms of latents have {LATENT_EPS} in the model, and every norm has one epsilon there"
+        raise PlanError(f"{UNSUPPORTED} {field} = {terms['eps']}: {why}")
     section = {field: terms[term] for field, term in TERMS.items() if terms.get(term) is not None}
     section |= {
         "_target_": f"megatron.bridge.models.{family.provider or PROVIDER}",
@@ -49,6 +59,7 @@ def model_section(
         "layernorm_zero_centered_gamma": centered,
         "gated_linear_unit": family.fixed["gates"] == 2,
         "activation_func": {"_target_": ACTIVATIONS[terms["activation"]], "_call_": False},
+        **({} if terms["activation"] in FUSED else {"bias_activation_fusion": False}),
         "add_bias_linear": "attn.o.bias" in present,
         "add_qkv_bias": "attn.q.bias" in present,
         "qk_layernorm": bool({"attn.q_norm.weight", "mla.kv_a_norm.weight"} & present),
@@ -65,7 +76,7 @@ def model_section(
     if "attn.sink.bias" in present:
         section["softmax_type"] = "learnable"
     section |= _window(config, terms, family)
-    return section | (_experts(terms, roles) if terms.get("experts") else {})
+    return section | (_experts(terms, roles, family) if terms.get("experts") else {})
 
 
 def check(
@@ -76,7 +87,7 @@ def check(
     try:
         derived = hf_config("run_config.yaml", "megatron", declared_by_megatron(KIND, {"model": section}), specs).config
     except SourceError as error:
-        raise PlanError(f"{UNSUPPORTED} {error}") from error
+        raise PlanError(f"{UNSUPPORTED} {error}\n  config.json: {_given(config, matched, family)}") from error
     terms = _terms(config, matched, family)
     pairs: dict[str, tuple[Any, Any]] = {
         name: (terms[term], derived.get(name)) for name, term in family.says.items() if terms.get(term) is not None
@@ -88,7 +99,12 @@ def check(
         pairs["rope_parameters"] = plain_rope(config, family), plain_rope(derived, family)
     unequal = ((name, *pair) for name, pair in pairs.items() if not _same(*pair))
     if wrong := [f"{name} = {expected!r} would be read as {read!r}" for name, expected, read in unequal]:
-        raise PlanError("\n  ".join([UNSUPPORTED, *wrong]))
+        raise PlanError("\n  ".join([UNSUPPORTED, *wrong, f"config.json: {_given(config, matched, family)}"]))
+
+
+def _given(config: Mapping[str, Any], matched: Matched, family: Family) -> str:
+    """The entries that decide the section, for a message."""
+    return ", ".join(f"{name} = {config[name]}" for name in {**matched.table.config, **family.says} if name in config)
 
 
 def _family(matched: Matched) -> Family:
@@ -126,8 +142,6 @@ def plain_rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     local, everywhere = family.theta if isinstance(family.theta, list) else (None, family.theta)
     stored: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(config.get(name), Mapping | None):
-            raise PlanError(f"{name} = {config[name]!r} must be a mapping")
         stored |= config.get(name) or {}
     defaults = {"rope_theta": everywhere, "partial_rotary_factor": family.partial, **({} if stored else family.scaling)}
     if "full_attention" in stored or "sliding_attention" in stored:
@@ -145,6 +159,8 @@ def _plain(rope: dict[str, Any]) -> dict[str, Any]:
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
     if rope.get("partial_rotary_factor") == 1:
         del rope["partial_rotary_factor"]
+    if rope["rope_type"] == "yarn":
+        rope = SPREAD | rope
     if rope["rope_type"] in SCALED and "factor" not in rope:
         raise PlanError(f"rope_parameters: rope_type {rope['rope_type']!r} needs its `factor`; the config gives none")
     return rope
@@ -171,7 +187,7 @@ def _rope(rope: Mapping[str, Any], latent: bool) -> dict[str, Any]:
         prefix = "" if latent else "yarn_"
         fields |= {f"{prefix}{key}": rope[key] for key in YARN if key in rope}
         fields[f"{prefix}rotary_scaling_factor"] = rope["factor"]
-        if "truncate" in rope and not latent:
+        if not latent:
             fields["yarn_correction_range_round_to_int"] = rope["truncate"]
         fields["rope_type" if latent else "position_embedding_type"] = "yarn"
     if latent:
@@ -203,7 +219,22 @@ def _window(config: Mapping[str, Any], terms: Mapping[str, Any], family: Family)
     return {"window_size": window, "interleaved_attn_pattern": [local, 1], "softmax_scale": 1 / math.sqrt(scale)}
 
 
-def _experts(terms: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
+def _unlike_routing(terms: Mapping[str, Any]) -> str:
+    """Why Megatron-Core 0.16.1 (`topk_routing_with_score_function`) chooses other experts; "" if it does not."""
+    chosen, groups, best = (terms.get(term) or 1 for term in ROUTING)
+    if chosen == 1 and terms.get("score") != "sigmoid" and terms.get("renormalize", True):
+        return "it takes no softmax over the one expert that is chosen"
+    if groups > 1 and terms["experts"] % groups:
+        return f"{terms['experts']} experts are not {groups} groups of one size"
+    if groups > 1 and chosen // best != BEST:
+        return f"it scores a group by its best {chosen // best} experts, the model by its best {BEST}"
+    return ""
+
+
+def _experts(terms: Mapping[str, Any], roles: Roles, family: Family) -> dict[str, Any]:
+    if why := _unlike_routing(terms):
+        given = ", ".join(f"{name} = {terms.get(term)}" for name, term in family.says.items() if term in ROUTING)
+        raise PlanError(f"{UNSUPPORTED} {given}: {why}")
     fields = {field: terms[term] for field, term in EXPERT_TERMS.items() if terms.get(term) is not None}
     if terms.get("router_groups") == 1:
         del fields["moe_router_num_groups"], fields["moe_router_group_topk"]

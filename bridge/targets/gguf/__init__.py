@@ -88,7 +88,7 @@ class Gguf(StreamedTarget):
         matched = match_table(draft.config, draft.specs)
         drafted = Drafting(draft, load_dialect(self.name), matched).drafted()
         wrong = malformed(matched)
-        drafted.problems += [("config.json", text) for text in wrong]
+        drafted.problems = [*dict.fromkeys([*drafted.problems, *(("config.json", text) for text in wrong)])]
         if not wrong:
             drafted.problems += [("", text) for text in problems(matched)]
             drafted.notes += window_notes(matched)

@@ -88,7 +88,7 @@ class Trtllm(StreamedTarget):
         return ""
 
     def draft(self, draft: Draft) -> Drafted:
-        from bridge.tables.architectures.meaning import malformed_rope, window_of
+        from bridge.tables.architectures.meaning import window_of
         from bridge.tables.architectures.structure import match_table
         from bridge.tables.dialects.dialect import load_dialect
         from bridge.targets.trtllm import config
@@ -98,8 +98,7 @@ class Trtllm(StreamedTarget):
         config.shape(matched, vocab_multiple(draft.quantized.values()))
         drafted = Ranks(draft, dialect, matched).drafted()
         drafted.problems += _uneven(drafted, draft.options, dialect)
-        wrong = [*malformed_rope(matched.config), *config.unlike(matched, dialect)]
-        drafted.problems += [("config.json", text) for text in wrong]
+        drafted.problems += [("config.json", text) for text in config.unlike(matched, dialect)]
         if window := window_of(matched.config):
             drafted.notes.append(f"attention has a window of {window}: run with --max_attention_window_size {window}")
         return drafted

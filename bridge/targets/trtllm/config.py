@@ -15,6 +15,7 @@ from bridge.core.errors import PlanError
 from bridge.core.values import Format
 from bridge.planning.plan import Plan
 from bridge.tables.architectures.match import Matched
+from bridge.tables.architectures.meaning import PARTIAL
 from bridge.tables.dialects.dialect import Dialect
 from bridge.tables.dialects.layout import locate
 from bridge.targets.modelopt_format import PRODUCER, class_prefixes, setting, summarize
@@ -76,7 +77,7 @@ def _kind(matched: Matched, dialect: Dialect, tp: int, pp: int) -> dict[str, Any
         "share_embedding_table": dialect.shares_head(matched, pp),
         "residual_mlp": False,
         "bias": "attn.o.bias" in roles,
-        "rotary_pct": _rope(config).get("partial_rotary_factor", 1.0),
+        "rotary_pct": _rope(config).get(PARTIAL) or matched.table.computes.get(PARTIAL) or 1.0,
         "rank": tp * pp - 1,  # the last rank writes the file
         "decoder": dialect.architectures[matched.architecture],
         "rmsnorm": "final.norm.bias" not in roles,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import inspect
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from bridge.core.errors import SourceError
 from bridge.sources.configs.derive import hf_config
 from bridge.sources.configs.facts import Fact, Given
-from bridge.sources.configs.megatron import CHOICES, DEFAULTS, FOLLOWED, NO_EFFECT, refusals
+from bridge.sources.configs.megatron import CHOICES, DEFAULTS, FOLLOWED, NO_EFFECT, SWITCHES, refusals
 from bridge.sources.configs.writers import declared_by_megatron
 from tests.models.megatron_configs import megatron_lm, nemo1, nemo2
 from tests.models.megatron_families import FAMILIES, VOCAB
@@ -144,10 +145,24 @@ def test_every_argument_of_megatron_bridges_gpt_is_in_a_list() -> None:
 def test_the_parsers_defaults_of_megatron_lm_are_no_reason_to_refuse() -> None:
     """Its `args` have every option, most of them of training and none of them set."""
     args = {"lr": 1e-4, "train_iters": 500000, "rl_kl_beta": 0.0, "log_interval": 100, "hybrid_attention_ratio": 0.0}
-    args |= {"new_switch_that_is_off": False, "new_option_without_value": None, "add_position_embedding": True}
+    args |= {"use_new_switch": False, "new_option_without_value": None, "add_position_embedding": True}
     raw = vars(megatron_lm(FAMILIES["llama"], 1, 1))
     assert not declared_by_megatron("common.pt: args", raw | args).refused
-    assert [*declared_by_megatron("common.pt: args", raw | {"new_switch": True}).refused] == ["new_switch"]
+    for given in ({"use_new_switch": True}, {"new_switch": True}, {"new_switch": False}):
+        assert declared_by_megatron("common.pt: args", raw | given).refused.keys() == given.keys()
+
+
+def test_a_switch_that_is_taken_to_be_off_by_its_name_is_off_in_megatron_cores_classes() -> None:
+    """Of one that is not known, False is a change where it is on by default."""
+    module = pytest.importorskip("megatron.core.transformer.transformer_config")
+    gpt = inspect.signature(pytest.importorskip("megatron.core.models.gpt").GPTModel).parameters.values()
+    fields = {field.name: field.default for field in dataclasses.fields(module.MLATransformerConfig)}
+    fields |= {argument.name: argument.default for argument in gpt}
+    computes = {name: default for name, default in fields.items() if name not in NO_EFFECT}
+    assert {name for name in computes if name.startswith(SWITCHES) and computes[name] is True} == set()
+    assert any(default is True for default in computes.values())
+    built = {"config", "max_sequence_length", "mtp_block_spec", "pg_collection", "vp_stage"}
+    assert fields.keys() - {*FOLLOWED, *NO_EFFECT, *DEFAULTS, *CHOICES} == built
 
 
 def test_the_caller_leaves_an_argument_out_by_saying_none() -> None:

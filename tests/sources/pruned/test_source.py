@@ -106,3 +106,11 @@ def test_pruned_is_silenced(family: str, cut: str) -> None:
     if cut in EXACT and not (after_norms and cut in ("layers", "numbers")) and not (whole_norms and "heads" in cut):
         want = silenced(model, pruned.kept)(tokens).logits
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_a_field_that_the_class_reads_and_no_table_knows_is_refused() -> None:
+    """It may say something of the layers, heads or widths that would go."""
+    model = build("GPT2LMHeadModel", torch.float32, **FAMILIES["GPT2LMHeadModel"])
+    source = open_source(model, config={"summary_last_dropout": 1})
+    with pytest.raises(PlanError, match=r"summary_last_dropout is 1, which transformers' modeling_gpt2\.py reads"):
+        plan_cut(source, {"layers": 3}, None)

@@ -55,6 +55,8 @@ SAID: dict[str, dict[str, Any]] = {
         "attention_bias": True, "swiglu_limit": 7.0, "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "deepseek": {"rms_norm_eps": 1e-6},  # of the norms of latents, whatever the config says
+    "deepseek-plain": {"rms_norm_eps": 1e-6},
     "mixtral": {"sliding_window": None},
     "glm4-moe": {"partial_rotary_factor": 0.5},
     "glm4-moe-plain": {"partial_rotary_factor": 0.5},
@@ -285,7 +287,9 @@ def test_a_scaled_rope_is_said_as_it_was_or_refused(case: str, rope: dict[str, A
     (tmp_path / "out/config.json").unlink()
     said = open_source(tmp_path / "out").config["rope_parameters"]
     kind = rope.get("rope_type") or rope["type"]
-    assert said == {"rope_theta": 5000.0, "rope_type": kind, **{k: v for k, v in rope.items() if k != "type"}}
+    spread = {"beta_fast": 32.0, "beta_slow": 1.0} if kind == "yarn" else {}  # transformers' defaults
+    spread |= {"truncate": True} if kind == "yarn" and case == "llama" else {}
+    assert said == {"rope_theta": 5000.0, "rope_type": kind, **spread, **{k: v for k, v in rope.items() if k != "type"}}
 
 
 def test_layers_of_two_dtypes_cannot_be_one_tensor() -> None:

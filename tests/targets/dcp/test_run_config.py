@@ -26,10 +26,12 @@ def test_a_scaling_without_its_factor_is_refused(case: str, kind: str) -> None:
         bridge.plan(made(config), "megatron")
 
 
+@pytest.mark.parametrize("target", ["megatron", "torchtitan", "trtllm"])
 @pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
-def test_a_rope_that_is_no_mapping_is_refused(field: str) -> None:
-    with pytest.raises(PlanError, match=f"{field} = 'linear' must be a mapping"):
-        bridge.plan(made(config_of("llama", **{field: "linear"})), "megatron")
+def test_a_rope_that_is_no_object_is_refused(field: str, target: str) -> None:
+    with pytest.raises(PlanError, match=f"{field} is 'linear'; it should be an object") as told:
+        bridge.plan(made(config_of("llama", **{field: "linear"})), target)
+    assert str(told.value).count("it should be") == 1
 
 
 @pytest.mark.parametrize("name", [family.architecture for family in families() if family.theta])

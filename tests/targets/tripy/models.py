@@ -67,8 +67,14 @@ def config(name: str) -> Any:
 
 def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """A transformers model with weights large enough that every part of it shows in the output."""
+    return filled_model(*MODELS[name], dtype)
+
+
+def filled_model(architecture: str, given: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    """... of an architecture and its config."""
     generator = torch.Generator().manual_seed(5)
-    made = getattr(transformers, MODELS[name][0])(config(name)).eval()
+    cls = getattr(transformers, architecture)
+    made = cls(cls.config_class(**given, architectures=[architecture])).eval()
     with torch.no_grad():
         for parameter in made.parameters():
             middle = 0.0 if parameter.ndim == 2 else float(parameter.mean())

@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from bridge.core.output import cache
-from bridge.core.output.provenance import provenance, without_origin
+from bridge.core.output.provenance import provenance
 from bridge.sources.configs.diffusion import is_diffusion
+from bridge.tables.architectures.meaning import without_origin
 from bridge.targets.onnx.export.float_graph import Graph
 
 PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "numpy", "ml-dtypes", "sympy")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from bridge.core.output import provenance
+from bridge.tables.architectures.meaning import shared
 from bridge.targets.onnx.export.float_graph import plain_bytes, to_bytes
 from bridge.targets.onnx.export.request import GraphRequest
 from tests.models.graphs import export_once
@@ -48,7 +48,7 @@ ORIGIN = {
 
 
 def test_where_a_config_came_from_changes_no_key() -> None:
-    assert ORIGIN.keys() == provenance.ORIGIN_FIELDS | {"transformers_version"}
+    assert ORIGIN.keys() == {*shared().section("without_effect")["saved"], "transformers_version"}
     wrote = {"transformers_version": "4.0"}
     configs = [{**REQUEST.config, **wrote}, {**REQUEST.config, **ORIGIN}]
     assert len({replace(REQUEST, config=config).key for config in configs}) == 1

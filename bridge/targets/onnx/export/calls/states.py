@@ -21,8 +21,8 @@ from bridge.sources.live_models.cache_layers import cache_layers
 from bridge.targets.onnx.export.family import family_of
 
 # Layers that versions before 5.14 and before 5.23 lack; no model of theirs has one.
-DynamicIndexedLayer: type = getattr(cache_utils, "DynamicIndexedLayer", type("DynamicIndexedLayer", (), {}))
-DummyLayer: type = getattr(cache_utils, "DummyLayer", type("DummyLayer", (), {}))
+DynamicIndexedLayer: Any = getattr(cache_utils, "DynamicIndexedLayer", type("DynamicIndexedLayer", (), {}))
+DummyLayer: Any = getattr(cache_utils, "DummyLayer", type("DummyLayer", (), {}))
 
 CONV, RECURRENT = "conv_state", "recurrent_state"  # as onnxruntime-genai names them
 INDEXER = "indexer_key"  # by which sparse attention chooses tokens (DeepSeek V3.2): [batch, tokens, features]
