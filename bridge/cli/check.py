@@ -86,6 +86,8 @@ def loaded_by(paths: Sequence[str], problems: Iterable[Problem]) -> Iterator[str
     """A line for each written model without an error: the programs whose contract it meets."""
     from bridge.reporting.loading import loading_line, loadings
     from bridge.targets.manifest import load_manifest
+    from bridge.workflows.doctor.checkpoint import is_checkpoint
+    from bridge.workflows.doctor.examine import served
 
     wrong = [problem.text for problem in problems if problem.fatal]
     for path in map(Path, paths):
@@ -95,6 +97,8 @@ def loaded_by(paths: Sequence[str], problems: Iterable[Problem]) -> Iterator[str
             yield f"{path}: parsed by TensorRT for RTX {rtx_version()}"
         if (path / MANIFEST).is_file() and (programs := loading_line(loadings(load_manifest(path).plan))):
             yield f"{path}: loads in {programs}"
+        elif not (path / MANIFEST).is_file() and path.is_dir() and is_checkpoint(path) and (programs := served(path)):
+            yield f"{path}: {programs}"
 
 
 def _lint(path: Path) -> list[str]:

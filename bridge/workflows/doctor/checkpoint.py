@@ -1,4 +1,7 @@
-"""Open a checkpoint as others wrote it, whatever is wrong with it. Only headers and JSON are read."""
+"""Open a checkpoint as others wrote it, whatever is wrong with it.
+
+Only headers and JSON are read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of a model's files and names: draft layers, output heads, names of memory, the index."""
+"""Faults of a model: draft layers, output heads, names, the index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of lists of unquantized modules, of a config that describes nothing, and of sizes for several ranks."""
+"""Faults of quantized modules: lists of the others, parts, sizes for ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of scales: unequal ones of fused matrices, those of inputs, those of the KV cache."""
+"""Faults of scales: of fused matrices, of inputs, of the KV cache."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from bridge.cli.check import check_path
+from bridge.cli.check import check_path, loaded_by
 from bridge.core.errors import TableError
 from bridge.core.mappings import parse_table
 from bridge.planning.contract_files import parse_runtime
@@ -121,6 +121,14 @@ def test_experts_under_the_names_of_memory_are_told(tmp_path: Path) -> None:
     (problem,) = check_path(broken)
     assert problem.finding and problem.finding["rule"] == "names" and not problem.finding["repairs"]
     assert "model.layers.{0..1}.mlp.experts.gate_up_proj" in problem.finding["where"]
+
+
+def test_the_programs_that_load_it_are_named(tmp_path: Path) -> None:
+    (line,) = loaded_by([str(made("one-scale", one_scale, tmp_path))], [])
+    assert "loads in vLLM 0.33, SGLang 0.5.23, transformers 5.23, TensorRT-LLM 1.3" in line
+    (line,) = loaded_by([str(made("experts", experts, tmp_path))], [])
+    assert "loads in vLLM 0.33" in line and "not in transformers 5.23: it drops the scales with a warning" in line
+    assert not [*loaded_by([str(made("plain", plain, tmp_path))], [])]
 
 
 def test_every_fault_of_a_program_is_one_that_the_doctor_knows() -> None:
