@@ -126,10 +126,12 @@ def _lint(path: Path) -> list[str]:
         from bridge.targets.trtllm.lint import lint as lint_ranks
 
         return _with_values(lint_ranks(path), map(SafetensorsFile, sorted(path.glob("rank*.safetensors"))))
-    if any(path.glob("model*.safetensors")) and not graphs(path)[0].is_file():
+    of_others = "*.safetensors" if (path / "config.json").is_file() else ""
+    names = next((glob for glob in ("model*.safetensors", of_others) if glob and any(path.glob(glob))), "")
+    if names and not graphs(path)[0].is_file():
         from bridge.targets.hf.lint import lint as lint_checkpoint
 
-        return _with_values(lint_checkpoint(path), map(SafetensorsFile, sorted(path.glob("model*.safetensors"))))
+        return _with_values(lint_checkpoint(path), map(SafetensorsFile, sorted(path.glob(names))))
     graph = graphs(path)[0] if path.is_dir() else path
     if files := [path] if path.suffix == ".gguf" else [] if graph.is_file() else sorted(path.glob("*.gguf")):
         from bridge.core.formats.gguf import GgufFile
@@ -149,10 +151,11 @@ def _doctored(path: Path, lines: list[str]) -> tuple[list[str], list[Problem]]:
     from bridge.workflows.doctor.checkpoint import is_checkpoint
     from bridge.workflows.doctor.examine import examined, others
 
-    if not path.is_dir() or (path / MANIFEST).is_file() or not is_checkpoint(path):
+    of_others = path.is_dir() and not (path / MANIFEST).is_file() and is_checkpoint(path)
+    findings = examined(path) if of_others else None
+    if findings is None:
         return lines, []
-    findings = examined(path)
-    return others(lines, findings), [Problem(str(found), found.fatal, found.to_dict()) for found in findings]
+    return others(lines), [Problem(str(found), found.fatal, found.to_dict()) for found in findings]
 
 
 def _is_fused(path: Path) -> bool:

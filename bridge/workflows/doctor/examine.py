@@ -28,12 +28,12 @@ def examine(checkpoint: Checkpoint) -> list[Finding]:
     return [finding for rule in RULES for finding in rule(checkpoint)]
 
 
-def examined(directory: Path) -> list[Finding]:
-    """The findings of a directory; none if its files cannot be read, which the linter reports."""
+def examined(directory: Path) -> list[Finding] | None:
+    """The findings of a directory; None if its files cannot be read, which the linter reports."""
     try:
         return examine(open_checkpoint(directory))
     except SourceError:
-        return []
+        return None
 
 
 def served(directory: Path) -> str:
@@ -55,6 +55,6 @@ def served(directory: Path) -> str:
     return "; ".join([f"loads in {named}", *(f"not in {text}" for text in refused)])
 
 
-def others(lines: Iterable[str], findings: Iterable[Finding]) -> list[str]:
-    """The linter's lines that no finding says."""
-    return [line for line in lines if not (any(findings) and _SAID.match(line))]
+def others(lines: Iterable[str]) -> list[str]:
+    """The linter's lines on what no rule looks at."""
+    return [line for line in lines if not _SAID.match(line)]

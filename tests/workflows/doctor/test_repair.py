@@ -20,8 +20,10 @@ from bridge.cli.main import app
 from bridge.core.errors import UsageError, WriteError
 from bridge.core.output.names import REPAIR
 from tests import once
+from tests.blocks import ROOT
 from tests.models import stored_checkpoints
 from tests.models.faulty_checkpoints import (
+    SMALL,
     edited,
     edited_config,
     experts,
@@ -92,6 +94,25 @@ def test_an_index_is_made_where_none_was(tmp_path: Path) -> None:
     with oracle._quiet():
         model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "new", dtype="auto")
     assert set(model.state_dict()) == set(tensors(broken))
+
+
+def test_weights_in_a_file_of_another_name_get_an_index(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples" / "models" / "tiny-gpt2", tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").rename(tmp_path / "broken" / "weights.safetensors")
+    assert rules(tmp_path / "broken") == ["index"]
+    bridge.repair(tmp_path / "broken", tmp_path / "new")
+    assert check_path(tmp_path / "new") == []
+
+
+def test_half_of_the_draft_tensors_cannot_be_mended(tmp_path: Path) -> None:
+    broken = made("experts", experts, tmp_path)
+    last = [name for name in tensors(broken) if name.startswith("model.layers.1.self_attn")]
+    retensored(
+        broken, lambda held: held.update({name.replace("layers.1", "layers.2"): held[name].clone() for name in last})
+    )
+    edited_config(broken, num_nextn_predict_layers=1)
+    found = {p.finding["rule"]: p.finding for p in check_path(broken) if p.finding}
+    assert "eh_proj of draft layer 2" in found["drafts"]["what"] and not found["drafts"]["repairs"]
 
 
 def test_a_head_that_differs_stays_and_is_tied_no_longer(tmp_path: Path) -> None:
@@ -165,6 +186,11 @@ def test_unequal_global_scales_of_fused_matrices_become_equal_and_the_loss_is_to
         name for name in before if not torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8))
     }
     assert not [name for name in changed if not name.endswith(("scale", "weight_packed"))]
+    small = SMALL.removesuffix(".weight")
+    assert [name for name in changed if name.endswith("packed")] == [f"{small}.weight_packed"]
+    kept = decoded(after | {f"{small}.weight_packed": before[f"{small}.weight_packed"]}, small)[:48]
+    old, new = (decoded(held, small)[:48] for held in (before, after))
+    assert (new - old).norm() < 0.8 * (kept - old).norm(), "codes beside a subnormal scale are the nearest again"
 
 
 def test_scales_that_are_powers_of_two_apart_lose_nothing(tmp_path: Path) -> None:
