@@ -17,6 +17,7 @@ _HOME = {
     "calibrate": "bridge.api.verbs",
     "verify": "bridge.api.verbs",
     "check": "bridge.api.verbs",
+    "repair": "bridge.workflows.doctor.repair",
     "engine": "bridge.api.engine",
     "run": "bridge.api.run",
     "chain": "bridge.workflows.chain.run",

@@ -30,6 +30,7 @@ from bridge.workflows.batch.report import BatchReport as BatchReport
 from bridge.workflows.batch.run import batch as batch
 from bridge.workflows.chain.run import chain as chain
 from bridge.workflows.distill.verbs import distill as distill
+from bridge.workflows.doctor.repair import repair as repair
 from bridge.workflows.inspect.live import inspecting as inspecting
 from bridge.workflows.inspect.result import Inspection as Inspection
 from bridge.workflows.inspect.te import dlfw as dlfw

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import bridge
 from bridge.cli.terminal import FAILED, Exit, Terminal
@@ -35,10 +35,15 @@ if TYPE_CHECKING:
 
 
 class Problem(NamedTuple):
-    """A problem of a file; `fatal` decides the exit code."""
+    """A problem of a file; `fatal` decides the exit code. `finding`: that of the doctor, for JSON."""
 
     text: str
     fatal: bool = True
+    finding: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The problem for JSON; without a finding, its text and whether it is fatal."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 def check_paths(paths: Sequence[str]) -> list[Problem]:
@@ -47,7 +52,7 @@ def check_paths(paths: Sequence[str]) -> list[Problem]:
     for path in paths:
         try:
             found = check_path(path)
-            problems += [Problem(t if t.startswith(f"{path}:") else f"{path}: {t}", fatal) for t, fatal in found]
+            problems += [p if p.text.startswith(f"{path}:") else p._replace(text=f"{path}: {p.text}") for p in found]
         except BridgeError as error:
             if len(paths) == 1:
                 raise
@@ -62,7 +67,8 @@ def check_path(path: str | Path) -> list[Problem]:
     check_length(path)
     path = Path(path)
     if path.is_dir() or path.suffix == ".onnx" or (path.suffix == ".gguf" and path.is_file()):
-        return [Problem(finding, finding.startswith("error")) for finding in _lint(path)]
+        lines, found = _doctored(path, _lint(path))
+        return [*(Problem(finding, finding.startswith("error")) for finding in lines), *found]
     if path.suffix != ".toml" and not path.exists():
         raise UsageError(f"{path}: no such file or directory")
     if path.suffix != ".toml":
@@ -80,6 +86,8 @@ def loaded_by(paths: Sequence[str], problems: Iterable[Problem]) -> Iterator[str
     """A line for each written model without an error: the programs whose contract it meets."""
     from bridge.reporting.loading import loading_line, loadings
     from bridge.targets.manifest import load_manifest
+    from bridge.workflows.doctor.checkpoint import is_checkpoint
+    from bridge.workflows.doctor.examine import served
 
     wrong = [problem.text for problem in problems if problem.fatal]
     for path in map(Path, paths):
@@ -89,6 +97,8 @@ def loaded_by(paths: Sequence[str], problems: Iterable[Problem]) -> Iterator[str
             yield f"{path}: parsed by TensorRT for RTX {rtx_version()}"
         if (path / MANIFEST).is_file() and (programs := loading_line(loadings(load_manifest(path).plan))):
             yield f"{path}: loads in {programs}"
+        elif not (path / MANIFEST).is_file() and path.is_dir() and is_checkpoint(path) and (programs := served(path)):
+            yield f"{path}: {programs}"
 
 
 def _lint(path: Path) -> list[str]:
@@ -116,10 +126,12 @@ def _lint(path: Path) -> list[str]:
         from bridge.targets.trtllm.lint import lint as lint_ranks
 
         return _with_values(lint_ranks(path), map(SafetensorsFile, sorted(path.glob("rank*.safetensors"))))
-    if any(path.glob("model*.safetensors")) and not graphs(path)[0].is_file():
+    of_others = "*.safetensors" if (path / "config.json").is_file() else ""
+    names = next((glob for glob in ("model*.safetensors", of_others) if glob and any(path.glob(glob))), "")
+    if names and not graphs(path)[0].is_file():
         from bridge.targets.hf.lint import lint as lint_checkpoint
 
-        return _with_values(lint_checkpoint(path), map(SafetensorsFile, sorted(path.glob("model*.safetensors"))))
+        return _with_values(lint_checkpoint(path), map(SafetensorsFile, sorted(path.glob(names))))
     graph = graphs(path)[0] if path.is_dir() else path
     if files := [path] if path.suffix == ".gguf" else [] if graph.is_file() else sorted(path.glob("*.gguf")):
         from bridge.core.formats.gguf import GgufFile
@@ -132,6 +144,18 @@ def _lint(path: Path) -> list[str]:
     # ONNX Runtime's own operators, which target ort writes: TensorRT's rules are not for such a graph
     rules = [rule for rule in RULES if rule.id in ORT_RULES] if _is_fused(path) else RULES
     return [*(str(finding) for finding in lint(path, rules=rules)), *(_parser_findings(path) or [])]
+
+
+def _doctored(path: Path, lines: list[str]) -> tuple[list[str], list[Problem]]:
+    """The linter's lines, and what the doctor finds in a checkpoint that others wrote, in place of some of them."""
+    from bridge.workflows.doctor.checkpoint import is_checkpoint
+    from bridge.workflows.doctor.examine import examined, others
+
+    of_others = path.is_dir() and not (path / MANIFEST).is_file() and is_checkpoint(path)
+    findings = examined(path) if of_others else None
+    if findings is None:
+        return lines, []
+    return others(lines), [Problem(str(found), found.fatal, found.to_dict()) for found in findings]
 
 
 def _is_fused(path: Path) -> bool:
@@ -243,7 +267,7 @@ def check(terminal: Terminal, paths: list[str] | None, build: str | None, profil
     refused, built = _built(paths or [], build, profile) if build else ([], {})
     problems += refused
     if terminal.json:
-        found = [problem._asdict() for problem in problems]
+        found = [problem.to_dict() for problem in problems]
         terminal.print_json(
             {"problems": found, "engines": {path: asdict(one) for path, one in built.items()}} if build else found
         )

@@ -164,6 +164,7 @@ FLAGS = {
     "convert.out": Flag("directory or address to write; default: MODEL-SCHEME-TARGET"),
     "prune.out": Flag("directory to write; default: MODEL-pruned-SCHEME-TARGET"),
     "distill.out": Flag("directory to write; default: MODEL-distilled"),
+    "repair.out": Flag("a new directory for the mended checkpoint", default=REQUIRED, metavar="NEW"),
     "calibrate.out": Flag("file to write: NAME.safetensors", Path, REQUIRED),
     "sensitivity.out": Flag("recipe to write: NAME.toml, for --quant of the other verbs", Path),
     "inspect.out": Flag("directory for inspect.html, .json and .csv", metavar="DIR"),
@@ -183,6 +184,7 @@ FLAGS = {
         "least, usual and largest extent of axes: batch=1:4:16,past_sequence=0:512:4095", metavar="AXIS=MIN:OPT:MAX,..."
     ),
     "overwrite": switch("replace OUT, if bridge wrote it"),
+    "repair.overwrite": switch("replace NEW, if `repair` wrote it"),
     "calibrate.overwrite": switch("replace OUT"),
     "sensitivity.overwrite": switch("replace OUT"),
     "search.overwrite": switch("replace the file of --scores"),
@@ -298,6 +300,7 @@ FLAGS = {
     "strict": switch("run no row if one of them cannot run", "--strict/--no-strict", None),
     "against": Flag("the model it was made from: a directory, a hub id or an address", default=REQUIRED),
     "directory": word("GOLDEN", "the golden: a small directory for version control", Path),
+    "repair.directory": word("DIR", "a local directory with config.json and safetensors"),
     "reason": Flag("why an existing golden changes; saved in its history", default=""),
     "golden.record.against": Flag("verify OUT against this model first"),
     "tolerance": Flag("allowed difference of later outputs, relative L2", float),
@@ -306,7 +309,9 @@ FLAGS = {
     "work": Flag("with --model: where to convert; default: the system's temporary directory", Path),
     "a": word("A", "a golden, or a directory that `convert` wrote, or its address"),
     "b": word("B", "another one"),
-    "paths": word("[PATH]...", "written models, .onnx and .gguf files, recipes, tables", default=None, several=True),
+    "paths": word(
+        "[PATH]...", "written models, checkpoints, .onnx and .gguf files, recipes, tables", default=None, several=True
+    ),
     "what": word("WHAT", "schemes, targets, architectures, runtimes, environment; a scheme, table, output or file"),
     "plan.every": switch("one line per tensor instead of one per kind of layer", "--all"),
     "show.every": switch("one line per tensor; every spelling of a dialect", "--all"),

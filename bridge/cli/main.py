@@ -21,6 +21,7 @@ VERBS = {
     "run": "Continue a text with a written model, or run a chain.",
     "engine": "Build TensorRT engines of a written model, without a GPU.",
     "check": "Check tables and schemes, or the files in PATH.",
+    "repair": "Mend a checkpoint that another program wrote.",
     "show": "Show a scheme, table, written model or calibration.",
     "sensitivity": "Rank layers by the cost of quantizing each one alone.",
     "inspect": "Show where a model loses most, layer by layer.",

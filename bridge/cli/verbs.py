@@ -215,6 +215,18 @@ def inspect(terminal: Terminal, worst: int, **given: Any) -> None:
         raise Exit(BELOW)
 
 
+@verb("qbridge repair DIR --out NEW", "directory out overwrite resume json quiet debug", exits=EXITS)
+def repair(terminal: Terminal, **given: Any) -> None:
+    """Mend a checkpoint that another program wrote.
+
+    `qbridge check DIR` says what is wrong with it. What needs no source is mended in a new directory: the index, heads,
+    lists of unquantized modules, promises of draft layers, names, NVFP4 scales of fused matrices. The exit code is 3 if
+    an error is left.
+    """
+    result = bridge.repair(**given, progress=terminal.progress)
+    terminal.finish(result, str(result))
+
+
 def _is_chain(words: Words) -> bool:
     return bool(words["out"].endswith(".toml"))
 

@@ -11,8 +11,9 @@ from bridge.core.errors import UsageError
 from bridge.core.mappings import TableFile, read_table, table_files
 from bridge.core.text import nearest
 from bridge.planning.contracts import FLAGS, Contract, Evidence, Row, Runtime, SparseKernels
+from bridge.planning.faults import FAULTS
 
-KEYS = ("program", "version", "aliases", "fused", "mistakes", "writes")
+KEYS = ("program", "version", "aliases", "fused", "mistakes", "faults", "writes")
 OF_TARGETS = ("graphs", "tokens", "gpus", "elsewhere", "multiplies")  # sections that targets and pages read
 # key of a section -> its type; a section has evidence in the last ones
 CONTRACT_KEYS: dict[str, type] = {
@@ -94,7 +95,20 @@ def parse_runtime(name: str, file: TableFile) -> Runtime:
     for words in mistakes:
         if " " in words and not WORDS.fullmatch(words):
             raise file.place("mistakes", words).error(_no_words(words), hint=HINT)
-    return Runtime(name, file.data["program"], file.data["version"], contracts, file.words("aliases"), fused, mistakes)
+    faults = {rule: _fault(file, rule, value) for rule, value in file.section("faults").items()}
+    return Runtime(
+        name, file.data["program"], file.data["version"], contracts, file.words("aliases"), fused, mistakes, faults
+    )
+
+
+def _fault(file: TableFile, rule: str, value: Any) -> str:
+    """What a program makes of a fault: `{ does = "...", read = "..." }` in a sentence."""
+    if rule not in FAULTS:
+        raise file.place("faults", rule).error(f"unknown fault `{rule}`", hint=nearest(rule, FAULTS))
+    evidence = _evidence(file, "faults", rule, value, {"does": str})
+    if not isinstance(value.get("does"), str) or not value["does"]:
+        raise file.place("faults", rule).error("it is not said what it does", hint='does = "drops them"')
+    return f"{value['does']} ({evidence.how}: {evidence.where})"
 
 
 HINT = '"fp8 tensor | fp8 tensor", "int4 block 128 | none"'

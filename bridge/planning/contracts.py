@@ -160,7 +160,8 @@ class Runtime:
     """A program, in one version. `name`: as users type it. `fused`: names of modules that it holds as one matrix.
 
     `contracts` are in the order of choice. `mistakes`: what it takes and does not understand, a format of target hf or
-    the words of a row -> what it does.
+    the words of a row -> what it does. `faults`: a fault of `bridge.planning.faults` -> what it makes of it, and how
+    that is known.
     """
 
     name: str
@@ -170,6 +171,7 @@ class Runtime:
     aliases: tuple[str, ...] = ()
     fused: tuple[tuple[str, ...], ...] = ()
     mistakes: Mapping[str, str] = field(default_factory=dict)
+    faults: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:

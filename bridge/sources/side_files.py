@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from bridge.core.files.handles import why_not_copied
 from bridge.core.files.span import Folder, Span
-from bridge.core.output.names import GENERATION, STEM
+from bridge.core.output.names import GENERATION, REPAIR, STEM
 from bridge.core.text import listed
 from bridge.sources.weights.containers import training
 from bridge.sources.weights.shards import Weights
@@ -122,6 +122,8 @@ def plain_side_files(root: Path, weights: Weights) -> SideFiles:
     for name, path in _files_below(root, used, dropped, whole=False):
         if name.endswith(WEIGHT_ENDINGS):
             dropped[name] = "weights or training state that the checkpoint's index does not name"
+        elif name == REPAIR:
+            dropped[name] = "says how the source was mended"
         else:
             copied[name] = path
     return SideFiles(copied_files(copied, str(root)), dropped)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bridge.core.aligned_buffers import Buffers
 from bridge.core.errors import SourceError, WriteError
@@ -288,22 +288,29 @@ def _check_ties(context: ConversionContext) -> None:
     """SourceError if the config ties two tensors that the checkpoint stores with different values."""
     plan, source = context.plan, context.source
     for alias, canonical in (plan.tied | plan.untied).items():
-        if {alias, canonical} <= set(plan.sources) and not _equal(source, plan.sources[alias], plan.sources[canonical]):
+        specs = plan.sources
+        if {alias, canonical} <= set(specs) and not equal_bits(source, specs[alias], source, specs[canonical]):
             raise SourceError(
                 f"{alias} and {canonical} differ, but the config ties them: which one is meant?\n"
                 '  hint   "tie_word_embeddings": false in config.json, or in config=, keeps both'
             )
 
 
-def _equal(source: Source, one: TensorSpec, other: TensorSpec) -> bool:
-    """Whether two stored tensors have equal bits; read in pieces."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+class RowReader(Protocol):
+    """What reads rows of its tensors: a source, or the weights of one."""
+
+    def read_rows(self, name: str, begin: int, end: int) -> Array: ...
+
+
+def equal_bits(one: RowReader, spec: TensorSpec, other: RowReader, of: TensorSpec) -> bool:
+    """Whether two stored tensors, `spec` of `one` and `of` of `other`, have equal bits; read in pieces."""
+    if (spec.shape, spec.dtype) != (of.shape, of.dtype):
         return False
-    rows = one.shape[0] if one.shape else 1
-    count = max(PIECE * rows // max(one.nbytes, 1), 1)
+    rows = spec.shape[0] if spec.shape else 1
+    count = max(PIECE * rows // max(spec.nbytes, 1), 1)
     for first in range(0, rows, count):
         stop = min(first + count, rows)
-        a, b = (source.read_rows(spec.name, first, stop) for spec in (one, other))
+        a, b = one.read_rows(spec.name, first, stop), other.read_rows(of.name, first, stop)
         if a.tobytes() != b.tobytes():
             return False
     return True

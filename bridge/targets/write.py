@@ -24,20 +24,23 @@ def write(context: ConversionContext) -> Manifest:
     _clear(directory, {*plan.files, CALIBRATION, JOURNAL})
     written = load_target(plan.target).write(context, directory)
     for name in plan.side_files:
-        content, path = source.side_files[name], directory / name
-        if path.exists():
-            continue  # the target changed what it says
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, bytes):
-            path.write_bytes(content)
-        else:
-            with content.open("rb") as file, path.open("wb") as copy:
-                shutil.copyfileobj(file, copy, CHUNK)
+        if not (directory / name).exists():  # else the target changed what it says
+            write_side_file(source.side_files[name], directory / name)
     gates = {s.site.module: scheme.gate_of(s.site) for s in plan.quantized if s.site and scheme}
     digests = file_digests(directory, {*plan.files, CALIBRATION, JOURNAL, CARD}, ENGINES)
     manifest = Manifest(plan, gates, scheme.parity.output if scheme else Gate(1.0, (1.0, 1.0)), written, digests)
     manifest.save(directory)
     return manifest
+
+
+def write_side_file(content: Path | bytes, path: Path) -> None:
+    """Copy a file, or write its content, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+        return
+    with content.open("rb") as file, path.open("wb") as copy:
+        shutil.copyfileobj(file, copy, CHUNK)
 
 
 def _clear(directory: Path, kept: Set[str]) -> None:

@@ -1,1 +1,1 @@
-"""Jobs built on the API: batch, chain, prune, distill, golden, inspect."""
+"""Jobs built on the API: batch, chain, doctor, prune, distill, golden, inspect."""

@@ -46,6 +46,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "programs": targets.programs,
     "runtimes": runtimes.schemes,
     "evidence": runtimes.evidence,
+    "faults": runtimes.faults,
     "compiled": runtimes.compiled,
     "gpus": hardware.gpus,
     "written": targets.written,

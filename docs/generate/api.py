@@ -14,7 +14,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Functions of `bridge`. The command line has the same verbs.",
         (
             "bridge.convert", "bridge.plan", "bridge.estimate", "bridge.calibrate", "bridge.verify", "bridge.run",
-            "bridge.engine", "bridge.check",
+            "bridge.engine", "bridge.check", "bridge.repair",
             "bridge.sensitivity", "bridge.prune", "bridge.pruned", "bridge.search", "bridge.distill", "bridge.chain",
             "bridge.inspect", "bridge.inspecting", "bridge.batch",
             "bridge.golden.record", "bridge.golden.check", "bridge.golden.diff",
@@ -42,6 +42,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "bridge.workflows.inspect.side_by_side.Compared", "bridge.workflows.inspect.side_by_side.Difference",
             "bridge.workflows.inspect.result.Record", "bridge.workflows.inspect.result.Magnitudes",
             "bridge.workflows.inspect.result.CodeRange", "bridge.workflows.inspect.session.Session",
+            "bridge.workflows.doctor.repair.Repaired", "bridge.workflows.doctor.finding.Finding",
             "bridge.targets.trt.record.Engines", "bridge.targets.trt.record.Engine", "bridge.BridgeError",
         ),
     ),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bridge.planning.contract_files import load_runtime, runtimes
 from bridge.planning.contracts import Contract, Runtime
+from bridge.planning.faults import FAULTS
 from bridge.quant.describe import contract_words
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
+from bridge.workflows.doctor.finding import NOT_SHOWN, SERVING
 from docs.generate.matrix import table
 
 
@@ -25,6 +27,18 @@ def _cell(runtime: Runtime, scheme: Scheme) -> str:
             evidence = {contract.loads[contract_words(format_)].evidence.how for format_ in scheme.formats}
             return next((how for how in ("read", "built") if how in evidence), "run")
     return "no"
+
+
+def faults() -> str:
+    """What `qbridge check` finds in checkpoints of other programs, how bad it is, and what each program makes of it."""
+    rows = []
+    for rule, severity in FAULTS.items():
+        known = [
+            (runtime.title, runtime.faults[rule]) for runtime in map(load_runtime, SERVING) if rule in runtime.faults
+        ]
+        said = "<br>".join(f"{title} {does}" for title, does in known)
+        rows.append([f"`{rule}`", severity, said or NOT_SHOWN])
+    return table(["finding", "how bad", "what programs make of it {: .wide }"], rows)
 
 
 def compiled(name: str) -> str:

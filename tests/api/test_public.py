@@ -61,6 +61,7 @@ SIGNATURES = {
     "verify": "out, against, *, data=None, tokenizer=None, base=None, progress=None",
     "run": "out, text, *, tokens=64, chat=False, temperature=0.0, seed=0, image=None, audio=None, stream=None",
     "check": "",
+    "repair": "directory, out, *, overwrite=False, resume=True, progress=None",
     "sensitivity": (
         "model, quant, data=None, *, target=None, runtime=None, budget=None, fallback=None, method='kl', kv=None, "
         "device=None, config=None, tokenizer=None, samples=None, sequence=None, field=None, memory=None, "

@@ -313,7 +313,8 @@ def test_defaults_are_printed_as_written() -> None:
 
 
 COMMANDS = (
-    "convert", "plan", "calibrate", "verify", "run", "engine", "check", "show", "sensitivity", "inspect", "prune",
+    "convert", "plan", "calibrate", "verify", "run", "engine", "check", "repair", "show", "sensitivity",
+    "inspect", "prune",
     "search", "distill", "batch", "cache",
     "golden record", "golden check", "golden diff",
 )  # fmt: skip
@@ -339,6 +340,7 @@ def test_help_names_the_verbs_of_the_package() -> None:
     text = run("--help").stdout
     assert "..." not in text.partition("Commands:")[2], "a verb's line is cut off"
     assert re.findall(r"^  (\w+)  ", text.partition("Commands:")[2], re.MULTILINE) == [
-        "convert", "plan", "calibrate", "verify", "run", "engine", "check", "show", "sensitivity", "inspect", "prune",
+        "convert", "plan", "calibrate", "verify", "run", "engine", "check", "repair", "show", "sensitivity",
+        "inspect", "prune",
         "search", "distill", "batch", "cache", "golden",
     ]  # fmt: skip

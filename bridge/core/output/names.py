@@ -13,6 +13,7 @@ CALIBRATION = "bridge/calibration.safetensors"
 CALIBRATING = "bridge/calibration.partial"  # the finished blocks of a calibration, while it runs
 RECIPE = "bridge/recipe.toml"  # the recipe that quant="auto:..." chose
 PRUNING = "bridge/pruning.safetensors"  # what a pruned model kept
+REPAIR = "bridge/repair.json"  # in every directory that `repair` wrote: what was mended
 # Engines of TensorRT, of which each build gives other bytes, and their record, which has their digests.
 ENGINES = ("*.engine", "engine.json")
 WRITES = (MANIFEST, CALIBRATION, RECIPE, "report.json", "report.html", JOURNAL)

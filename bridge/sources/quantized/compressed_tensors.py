@@ -43,7 +43,7 @@ class Compressed:
         return Numeric(dtype, "tensor") if dtype else None
 
     def layout(self, module: str, tensors: Mapping[str, TensorSpec]) -> StorageLayout | str:
-        group = self._group(module)
+        group = self.group(module)
         if group is None:
             return "no group of quantization_config matches it"
         form = group.get("format") or self.section.get("format")
@@ -75,7 +75,7 @@ class Compressed:
         packed = "int32" if form == "pack-quantized" else "in" if "pack" in form else "byte"
         return StorageLayout(Format((numeric,), inputs), names, packed, wide, self.shapes.get(module, ()))
 
-    def _group(self, module: str) -> Mapping[str, Any] | None:
+    def group(self, module: str) -> Mapping[str, Any] | None:
         """Return the group that names the module, else one that names a class: classes are unknown here, and Linear."""
         by_class = None
         for name, value in words.mapping(self.section.get("config_groups"), f"{HERE}: config_groups").items():

@@ -1,0 +1,31 @@
+"""Faults of checkpoints that others wrote, and how bad each one is.
+
+`bridge.workflows.doctor` finds them; `[faults]` of a file in `mappings/runtimes` says what its program makes of one.
+"""
+
+from __future__ import annotations
+
+ERROR, LOSS, NOTE = "error", "silent loss", "note"
+
+FAULTS = {
+    "global-scales": LOSS,
+    "tensor-scales": NOTE,
+    "input-scales-missing": ERROR,
+    "input-scales-invalid": ERROR,
+    "ignored-codes": ERROR,
+    "not-ignored": ERROR,
+    "ignores-nothing": NOTE,
+    "drafts": ERROR,
+    "head-differs": LOSS,
+    "head-twice": NOTE,
+    "head-missing": ERROR,
+    "kv-names": LOSS,
+    "kv-undeclared": LOSS,
+    "kv-missing": LOSS,
+    "leftover": ERROR,
+    "names": ERROR,
+    "index": ERROR,
+    "index-size": NOTE,
+    "tensors": ERROR,
+    "ranks": NOTE,
+}

@@ -1,0 +1,1 @@
+"""Find the faults of checkpoints that others wrote, and mend them."""

@@ -1,0 +1,163 @@
+"""Open a checkpoint as others wrote it, whatever is wrong with it.
+
+Only headers and JSON are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from bridge.core.errors import BridgeError, SourceError
+from bridge.core.formats.safetensors import SafetensorsFile
+from bridge.core.parsing.limited import load_json
+from bridge.core.text import grouped, natural
+from bridge.core.values import TensorSpec
+from bridge.planning.contract_files import load_runtime
+from bridge.sources.config_json import read_json
+from bridge.sources.configs.diffusion import is_diffusion
+from bridge.sources.quantized.checkpoint import dequantized
+from bridge.sources.quantized.fields import MODELOPT_FILE, sections
+from bridge.sources.quantized.parts import QuantizedTensors, QuantizedWeight
+from bridge.sources.weights.shards import Weights
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# components of names that wrappers of a trainer leave: torch.compile, FSDP, activation checkpoints
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+BEFORE = ("module.", "base_model.model.")  # DDP and DeepSpeed, PEFT
+OTHERS = ("adapter", "consolidated")  # how files of other checkpoints in the same directory begin
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A tensor of a file under another name; see `bridge.sources.weights.shards.Shard`."""
+
+    file: SafetensorsFile
+    stored: str
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    def offset(self, name: str) -> int:
+        return self.file.offset(self.stored)
+
+    def read(self, name: str) -> Any:
+        return self.file.read(self.stored)
+
+    def read_rows(self, name: str, begin: int, end: int, out: Any = None) -> Any:
+        return self.file.read_rows(self.stored, begin, end, out)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory of safetensors with config.json. Tensors have their names without what wrappers put around them.
+
+    `stored`: name -> the name in its file. `twice`: names that several files have, or that several tensors would get.
+    `index`: that of the directory, None without one.
+    """
+
+    directory: Path
+    config: dict[str, Any]
+    files: dict[str, SafetensorsFile]
+    stored: dict[str, str]
+    weights: Weights
+    twice: tuple[str, ...] = ()
+    index: dict[str, Any] | None = None
+    modelopt: dict[str, Any] | None = field(default=None)
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self.weights.specs
+
+    @cached_property
+    def section(self) -> Mapping[str, Any]:
+        """What config.json says of quantization, or hf_quant_config.json; {} if nothing does."""
+        inner = (self.modelopt or {}).get("quantization")
+        own = {"quant_method": "modelopt", **inner} if isinstance(inner, Mapping) else {}
+        return next(sections(self.config), own)
+
+    @property
+    def method(self) -> str:
+        return str(self.section.get("quant_method", ""))
+
+    @cached_property
+    def tensors(self) -> QuantizedTensors:
+        """The quantized modules, and what does not fit together; none of a kind that is not known."""
+        try:
+            result = dequantized(self.directory, self.config, self.weights)
+        except BridgeError as error:
+            return QuantizedTensors(problems=(str(error),))
+        return result.tensors if result else QuantizedTensors()
+
+    @property
+    def modules(self) -> Mapping[str, QuantizedWeight]:
+        return self.tensors.stored
+
+    def fused(self) -> Iterator[list[QuantizedWeight]]:
+        """Quantized modules of one format that a server holds as one matrix: q, k and v, or gate and up."""
+        groups = [words for name in ("vllm", "sglang") for words in load_runtime(name).fused]
+        group_of = {word: group for group in reversed(groups) for word in group}
+        known = [module for module in self.modules if module.rpartition(".")[2] in group_of]
+        for names in grouped(known, lambda m: (m.rpartition(".")[0], group_of[m.rpartition(".")[2]])):
+            for alike in grouped(names, lambda m: self.modules[m].format.weight):
+                if len(alike) > 1:
+                    yield [self.modules[module] for module in alike]
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether a directory has config.json and weights in safetensors."""
+    return (directory / "config.json").is_file() and bool(_names(directory))
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Open a directory; SourceError if a file cannot be read, or the model is one of diffusers."""
+    config = read_json(directory / "config.json")
+    if is_diffusion(config):
+        raise SourceError(f"{directory}: a model of diffusers, which is not looked through")
+    index = read_json(directory / INDEX) if (directory / INDEX).is_file() else None
+    files = {name: SafetensorsFile(directory / name) for name in _names(directory)}
+    every = [(name, file) for file in files.values() for name in file.specs]
+    plain = [(unwrapped(name), name, file) for name, file in every]
+    names = {name for name, _, _ in plain}
+    if len(names) < len({name for name, _ in every}):  # two tensors would have one name
+        plain = [(name, name, file) for name, file in every]
+    seen: set[str] = set()
+    twice = tuple(name for name, _, _ in plain if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+    ordered = sorted(plain, key=lambda row: natural(row[0]))
+    specs = {name: TensorSpec(name, file.specs[own].shape, file.specs[own].dtype) for name, own, file in ordered}
+    holder = {name: file if name == own else Renamed(file, own) for name, own, file in ordered}
+    weights = Weights(specs, dict(holder), tuple(file.path for file in files.values()))
+    stored = {name: own for name, own, _ in ordered}
+    return Checkpoint(directory, config, files, stored, weights, twice, index, _modelopt(directory))
+
+
+def unwrapped(name: str) -> str:
+    """A name without what wrappers of trainers put into it.
+
+    >>> unwrapped("module._orig_mod.model.layers.0.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    """
+    plain = ".".join(word for word in name.split(".") if word not in WRAPPERS)
+    while before := next((word for word in BEFORE if plain.startswith(word)), ""):
+        plain = plain.removeprefix(before)
+    return plain
+
+
+def _names(directory: Path) -> list[str]:
+    """The weight files: those called as transformers calls them, else all but those of other checkpoints."""
+    every = sorted(path.name for path in directory.glob("*.safetensors") if path.is_file())
+    own = [name for name in every if name.startswith("model")]
+    return own or [name for name in every if not name.startswith(OTHERS)]
+
+
+def _modelopt(directory: Path) -> dict[str, Any] | None:
+    try:
+        content = load_json(directory / MODELOPT_FILE)
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

@@ -1,0 +1,60 @@
+"""Look through a checkpoint for every fault.
+
+Headers, JSON and scalars are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from bridge.core.errors import SourceError
+from bridge.planning.contract_files import load_runtime
+from bridge.workflows.doctor import model, modules, scales
+from bridge.workflows.doctor.checkpoint import Checkpoint, open_checkpoint
+from bridge.workflows.doctor.finding import SERVING, Finding
+
+RULES = (
+    model.files, model.memory_names, modules.leftover, modules.parts, modules.ignore_lists, scales.global_scales,
+    scales.input_scales, scales.cache_scales, model.draft_layers, model.output_head, modules.ranks,
+)  # fmt: skip
+# what `bridge.targets.hf.lint` says of the same faults, in fewer words
+_SAID = re.compile(r"error \[(index|drafts|ignore|kv|tensors)\] |.*: input_scale is missing|error \[scale\] .*input_")
+
+
+def examine(checkpoint: Checkpoint) -> list[Finding]:
+    """The findings of all rules, in their order."""
+    return [finding for rule in RULES for finding in rule(checkpoint)]
+
+
+def examined(directory: Path) -> list[Finding] | None:
+    """The findings of a directory; None if its files cannot be read, which the linter reports."""
+    try:
+        return examine(open_checkpoint(directory))
+    except SourceError:
+        return None
+
+
+def served(directory: Path) -> str:
+    """Which programs load the formats of a directory, by their contracts, and why others do not; "" if it has none."""
+    checkpoint = open_checkpoint(directory)
+    formats = {weight.format for weight in checkpoint.modules.values()}
+    if not formats:
+        return ""
+    spelled = {"fp8": "deepseek"}.get(checkpoint.method, checkpoint.method)
+    architecture = str((checkpoint.config.get("architectures") or [""])[0])
+    loading: list[str] = []
+    refused: list[str] = []
+    for runtime in map(load_runtime, SERVING):
+        contract = next((c for c in runtime.contracts if c.target == "hf" and c.options.get("format") == spelled), None)
+        unknown = runtime.mistakes.get(spelled, f"no contract is about {spelled}")
+        why = contract.lacks(formats, architecture) if contract else unknown
+        (refused if why else loading).append(f"{runtime.title}: {why}" if why else runtime.title)
+    named = ", ".join(loading) or "no program that a contract is about"
+    return "; ".join([f"loads in {named}", *(f"not in {text}" for text in refused)])
+
+
+def others(lines: Iterable[str]) -> list[str]:
+    """The linter's lines on what no rule looks at."""
+    return [line for line in lines if not _SAID.match(line)]

@@ -1,0 +1,61 @@
+"""A fault of a checkpoint, and what each program makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.core.text import SHOWN, first_of, fold_layers
+from bridge.planning.contract_files import load_runtime
+from bridge.planning.faults import FAULTS, NOTE
+
+SERVING = ("vllm", "sglang", "transformers", "trtllm")  # what loads checkpoints as others write them
+NOT_SHOWN = "not shown"
+REPAIR = "qbridge repair DIR --out NEW"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault. `rule`: its row in `FAULTS`, which says how bad it is; `where`: tensors or modules, () for the whole.
+
+    `mend`: what mends it. `repairs`: whether `bridge.repair` does.
+    """
+
+    rule: str
+    what: str
+    where: tuple[str, ...] = ()
+    mend: str = REPAIR
+    repairs: bool = False
+
+    @property
+    def severity(self) -> str:
+        return FAULTS[self.rule]
+
+    @property
+    def fatal(self) -> bool:
+        return self.severity != NOTE
+
+    def programs(self) -> dict[str, str]:
+        """What each program makes of it and how that is known, or `NOT_SHOWN`."""
+        return {known.title: known.faults.get(self.rule, NOT_SHOWN) for known in map(load_runtime, SERVING)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The finding for JSON, with layers folded."""
+        where = fold_layers(self.where)
+        return {
+            "rule": self.rule, "severity": self.severity, "where": where, "what": self.what,
+            "programs": self.programs(), "mend": self.mend, "repairs": self.repairs,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return "\n    ".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        names = first_of(fold_layers(self.where), SHOWN)
+        yield f"{self.severity} [{self.rule}] {names}{': ' if names else ''}{self.what}"
+        programs = self.programs()
+        yield from (f"{program}: {does}" for program, does in programs.items() if does != NOT_SHOWN)
+        if silent := [program for program, does in programs.items() if does == NOT_SHOWN]:
+            yield f"{', '.join(silent)}: {NOT_SHOWN}"
+        yield f"mend: {self.mend}"

@@ -1,0 +1,120 @@
+"""Faults of a model: draft layers, output heads, names, the index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from bridge.core.text import SHOWN, first_of, fold_layers, named
+from bridge.planning.drafts import drafts_among, lacking
+from bridge.streaming.run import equal_bits
+from bridge.tables.architectures.arch import arch_file, row_names
+from bridge.tables.architectures.match import architecture_of
+from bridge.workflows.doctor.checkpoint import INDEX, SINGLE, Checkpoint
+from bridge.workflows.doctor.finding import REPAIR, Finding
+
+AGAIN = "get the checkpoint again"
+GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+HEADS, EMBEDDINGS = (
+    ("lm_head", "embed_out", "output", "output_layer", "proj_out"),
+    ("embed_tokens", "wte", "embed_in", "word_embeddings"),
+)
+
+
+def draft_layers(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Draft layers that the config promises and the files lack."""
+    if missing := lacking(checkpoint.config, checkpoint.specs):
+        what = f"the config promises draft layers, and the files lack {first_of(fold_layers(missing), SHOWN)}"
+        none = not drafts_among(checkpoint.specs, checkpoint.config)
+        yield Finding("drafts", what, (), REPAIR if none else f"{AGAIN}, or remove the rest of the layer", none)
+
+
+def heads(checkpoint: Checkpoint) -> tuple[str, str]:
+    """The names of the output head's and of the embedding's matrix; "" without one."""
+    weights = [name for name in checkpoint.specs if name.endswith(".weight")]
+    head = next((n for n in weights if n.split(".")[-2] in HEADS and ".layers." not in n), "")
+    return head, next((n for n in weights if n.split(".")[-2] in EMBEDDINGS and ".layers." not in n), "")
+
+
+def ties(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of a config that say whether the head is tied."""
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    return [part for part in parts if isinstance(part.get("tie_word_embeddings"), bool)]
+
+
+def output_head(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """A head beside the embedding that the config ties it to, or none where it ties nothing."""
+    said = ties(checkpoint.config)
+    generates = any(str(name).endswith(GENERATES) for name in checkpoint.config.get("architectures") or ())
+    if not said or not generates:
+        return
+    head, embedding = heads(checkpoint)
+    tied = bool(said[0]["tie_word_embeddings"])
+    if tied and head and embedding:
+        weights, specs = checkpoint.weights, checkpoint.specs
+        if equal_bits(weights, specs[head], weights, specs[embedding]):
+            yield Finding("head-twice", "is stored beside the embedding that it is tied to", (head,), repairs=True)
+        else:
+            what = f"differs from {embedding}, and the config ties them: one is dropped"
+            yield Finding("head-differs", what, (head,), repairs=True)
+    own = any(word in HEADS for name in checkpoint.specs for word in name.split("."))
+    if not tied and embedding and not own:
+        what = "tie_word_embeddings is false, and there is no output head"
+        mend = f"{REPAIR}, which ties it to the embedding: right if it was trained so, else get the checkpoint again"
+        yield Finding("head-missing", what, (), mend, repairs=True)
+
+
+def memory_names(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Names that a model has in memory and not in a checkpoint: those of wrappers, and those that no table has."""
+    wrapped = tuple(own for name, own in checkpoint.stored.items() if name != own)
+    if wrapped:
+        yield Finding("names", "has names of wrappers of the trainer in it", wrapped, repairs=True)
+    table = arch_file(architecture_of(checkpoint.config)) if checkpoint.config.get("architectures") else None
+    if table is None or checkpoint.method:
+        return
+    known = {_kind(name) for name in row_names(table)}
+    prefix = str(table.data.get("prefix", ""))
+    known |= {name.removeprefix(prefix) for name in known}
+    unknown = [n for n in checkpoint.specs if _kind(n) not in known and n not in drafts_among([n], checkpoint.config)]
+    in_memory = [n for n in unknown if "language_model" in n or ".experts." in n]
+    if in_memory:
+        what = "is a name in the model in memory: checkpoints of this architecture have others"
+        yield Finding("names", what, tuple(in_memory), "write it with `save_pretrained`, which gives the names back")
+
+
+def _kind(name: str) -> str:
+    """A name without numbers, or a row's without placeholders."""
+    return ".".join("{}" if word.isdecimal() or word.startswith("{") else word for word in name.split("."))
+
+
+def files(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """An index that is missing or does not agree with the files, and tensors that are twice there."""
+    if checkpoint.twice:
+        yield Finding("index", "is in more than one file, or more than one tensor", checkpoint.twice, AGAIN)
+    held = {own: file for file, shard in checkpoint.files.items() for own in shard.specs}
+    if checkpoint.index is None:
+        if {*checkpoint.files} != {SINGLE}:
+            what = f"without {INDEX} only {SINGLE} is loaded, and the weights are in {named(checkpoint.files)}"
+            yield Finding("index", what, repairs=not checkpoint.twice)
+        return
+    weight_map = checkpoint.index.get("weight_map")
+    placed: Mapping[str, Any] = weight_map if isinstance(weight_map, Mapping) else {}
+    lost = {str(file) for file in placed.values()} - {*checkpoint.files}
+    if lost:
+        yield Finding("index", f"{INDEX} names {named(lost)}, which are not there", (), AGAIN)
+    if stale := [name for name, file in placed.items() if name not in held and file in checkpoint.files]:
+        yield Finding("index", f"{INDEX} names it, and no file has it", tuple(stale), repairs=not lost)
+    if out := [name for name, file in held.items() if placed.get(name) != file]:
+        what = f"{INDEX} does not place it in {first_of(sorted({held[name] for name in out}), 3)}, which has it"
+        yield Finding("index", what, tuple(out), repairs=not lost)
+    metadata = checkpoint.index.get("metadata")
+    said = metadata.get("total_size") if isinstance(metadata, Mapping) else None
+    total = total_size(checkpoint)
+    if said is not None and said != total and not lost:
+        what = f"{INDEX} says {said} bytes, the tensors have {total}"
+        yield Finding("index-size", what, repairs=True)
+
+
+def total_size(checkpoint: Checkpoint) -> int:
+    """Bytes of all tensors."""
+    return sum(spec.nbytes for shard in checkpoint.files.values() for spec in shard.specs.values())
