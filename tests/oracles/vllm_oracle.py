@@ -80,6 +80,14 @@ def ask(directory: Path, ids: Sequence[int], ranks: int = 1, kv: str = "auto", i
         return Answer("", "", replies[0]["quantization"], unread, unset, changed, load_file(out)["logits"])
 
 
+def ask_drafts(directory: Path) -> Answer:
+    """vLLM's answer when it loads the draft layers alone, as it does beside the model for speculative decoding."""
+    (reply,) = _processes(1).ask({"directory": str(directory.resolve()), "ids": [1, 2], "drafts": True})
+    if "error" in reply:
+        return Answer(reply["error"], reply["trace"])
+    return Answer("", "", reply["quantization"], tuple(reply["unread"]), tuple(reply["unset"]))
+
+
 class Processes:
     """One process a rank; they load checkpoint after checkpoint, since importing a server takes ten seconds.
 

@@ -25,7 +25,7 @@ from bridge.reporting.loading import loadings
 from bridge.targets.hf.runtime import Runtime
 from bridge.targets.manifest import load_manifest
 from tests.covering import grid
-from tests.models import served_checkpoints
+from tests.models import draft_families, served_checkpoints
 from tests.models.export_families import EXPERT_FAMILIES, GQA, tokens
 from tests.oracles import export_oracle, vllm_oracle
 from tests.oracles.modelopt_oracle import Answer
@@ -385,3 +385,16 @@ def test_formats_of_others_give_the_values_of_their_codes(name: str, tmp_path: P
     assert (answer.error, answer.unread, answer.missing()) == ("", (), [])
     with torch.no_grad():
         assert np.abs(answer.logits - model(IDS[None]).logits[0].numpy()).max() <= ROUNDING
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_next", "ernie4_5", "nemotron_h"])
+@pytest.mark.parametrize("drafts", ["keep", "quantize"])
+def test_vllm_reads_every_tensor_of_draft_layers(family: str, drafts: str, tmp_path: Path) -> None:
+    """By its own models of them, which ask with other names than the files'; unlisted, floats are loaded as codes."""
+    vllm_oracle.require()
+    tensors = draft_families.FAMILIES[family](tmp_path / "model")
+    options: dict[str, Any] = {"format": "compressed-tensors", "drafts": drafts, "progress": False, "verify": False}
+    bridge.convert(tmp_path / "model", "hf", "fp8_pc_pt", tmp_path / "out", **options)
+    answer = vllm_oracle.ask_drafts(tmp_path / "out")
+    assert not answer.error, answer.trace
+    assert not answer.missing() and not tensors.keys() & set(answer.unread)
