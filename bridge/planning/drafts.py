@@ -24,8 +24,8 @@ DRAFT = "draft layer"  # why a matrix stays unquantized: all of them, or one tha
 # take unquantized: what joins hidden states and tokens, and the head
 UNMEASURED = (
     "no class of transformers runs draft layers, so that their inputs cannot be measured; use a scheme without stored "
-    "scales of inputs (int4_wo, int8_wo, fp8_pc_pt, fp8_block), for them alone by a rule of a recipe with "
-    "roles = [\"draft.*\"], or drafts='keep' (--drafts keep)"
+    "scales of inputs (int4_wo, int8_wo, fp8_pc_pt, fp8_block), for layers beside others by a rule of "
+    "a recipe with roles = [\"draft.*\"], or drafts='keep' (--drafts keep)"
 )
 CHOICES = ("keep", "quantize", "drop")
 _AFTER_LAST = re.compile(r"(?:model\.|language_model\.|backbone\.)*layers\.(\d+)\.(.+)")

@@ -70,7 +70,7 @@ def answer(request: dict[str, Any], seen: list[loading.Facts], rank: int, ranks:
         load_format="safetensors", tensor_parallel_size=ranks, skip_tokenizer_init=True,
         kv_cache_dtype=request.get("kv", "auto"),
         distributed_executor_backend="mp" if ranks > 1 else None,
-        speculative_config={"method": "mtp", "num_speculative_tokens": 1} if request.get("drafts") else None,
+        speculative_config=request.get("drafts"),
     )  # fmt: skip
     config = arguments.create_engine_config()
     config.compilation_config.custom_ops[:] = ["none"]  # vLLM's torch versions of norms, rotations and activations
