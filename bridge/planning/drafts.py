@@ -143,6 +143,11 @@ def asked_as(module: str, at: int, layers: int) -> Iterator[str]:
             yield from (f"{parent}.{fused}" for fused in _exports("fused").get(last, ()))
 
 
+def is_note(note: str) -> bool:
+    """Whether a note of a plan says what is written of draft layers."""
+    return bool(re.match(r"(?:config\.json promises )?\d+ draft layers?, ", note))
+
+
 def check_rules(scheme: Scheme | None, structure: Structure) -> None:
     """SchemeError if a rule quantizes draft layers, and the structure of a plan has none that are quantized."""
     rules = [rule.label for rule in scheme.rules if rule.of_drafts and rule.format] if scheme else []

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import bridge
 from bridge.core.errors import PlanError, SchemeError, UsageError
 from bridge.planning.drafts import asked_as, drafts_among, lacking, without_promise
+from bridge.reporting.report import report_lines
 from bridge.targets.hf.lint import lint
 from tests.models.draft_families import DEEPSEEK, FAMILIES, KEY, QWEN, Tensors, write
 
@@ -252,3 +253,14 @@ def test_names_of_draft_layers_are_known() -> None:
     assert lacking(config, ["mtp.layers.0.norm.weight"]) == ["2 draft layers, and tensors of 1 are there"]
     assert without_promise(config, names) == config
     assert without_promise(config, ["lm_head.weight"])["text_config"]["mtp_num_hidden_layers"] == 0
+
+
+def test_the_short_report_says_what_becomes_of_draft_layers(tmp_path: Path) -> None:
+    FAMILIES["glm4_moe"](tmp_path / "model")
+    tensors, config = load_file(tmp_path / "model" / "model.safetensors"), config_of(tmp_path / "model")
+    write(tmp_path / "none", tensors, config | {KEY: 0})
+    words = {"model": "copied as stored", "none": "left out: config.json promises none"}
+    for name, text in words.items():
+        options: dict[str, Any] = {"drafts": "keep", "progress": False, "verify": False}
+        report = bridge.convert(tmp_path / name, "hf", "int8_wo", tmp_path / f"{name}-out", **options)
+        assert any(str(line).startswith("drafts") and text in str(line) for line in report_lines(report))
