@@ -1,7 +1,7 @@
-"""The structure of EAGLE-3's draft models: checkpoints of their own, for which transformers has no class.
+"""The structure of EAGLE-3's drafts, which are checkpoints of their own.
 
-They read hidden states of the model that they draft for. `d2t` and `t2d` are the tokens of its vocabulary that the
-draft's has; without an embedding of its own, a draft uses the model's.
+transformers has no class of them. They read hidden states of the model that they draft for. `d2t` and `t2d` are the
+tokens of its vocabulary that the draft's has; without an embedding of its own, a draft uses the model's.
 """
 
 from __future__ import annotations
