@@ -257,7 +257,8 @@ class Site:
     "stack_out_in" or "stack_in_out" (all experts of a layer; `module` is then the name of the tensor). `keep`: why it
     stays unquantized unless a recipe names it ("" if it is quantized). `unreached`: why an input of it cannot be
     measured ("" if it can); formats that need that stay off it unless a recipe names it. `shares`: a group whose
-    members share one per-tensor weight amax, because they are one matrix in the model.
+    members share one per-tensor weight amax, because they are one matrix in the model. `asked`: other names under which
+    programs ask whether it is quantized.
     """
 
     module: str
@@ -269,6 +270,7 @@ class Site:
     keep: str = ""
     shares: str = ""
     unreached: str = ""
+    asked: tuple[str, ...] = ()
 
     @property
     def stacked(self) -> bool:

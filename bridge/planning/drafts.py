@@ -7,18 +7,28 @@ Servers run them, and no class of transformers has them. They are named `mtp...`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
-from bridge.core.errors import PlanError
+from bridge.core.errors import PlanError, SchemeError
+from bridge.core.mappings import mappings, read_table
 from bridge.core.text import fold_layers, number
-from bridge.core.values import Site, Structure, TensorSpec
+from bridge.core.values import InputGroup, Site, Structure, TensorSpec
+from bridge.quant.schemes.scheme import DRAFT_ROLE, Scheme
 from bridge.sources.source import Source
 from bridge.tables.architectures.meaning import shared
 
-DRAFT = "draft layer"  # why its matrices stay unquantized
-_AFTER_LAST = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.(.+)")
+DRAFT = "draft layer"  # why a matrix stays unquantized: all of them, or one that no main layer has, which programs
+# take unquantized: what joins hidden states and tokens, and the head
+UNMEASURED = (
+    "no class of transformers runs draft layers, so that their inputs cannot be measured; use a scheme without stored "
+    "scales of inputs (int4_wo, int8_wo, fp8_pc_pt, fp8_block), for layers beside others by a rule of "
+    "a recipe with roles = [\"draft.*\"], or drafts='keep' (--drafts keep)"
+)
+CHOICES = ("keep", "quantize", "drop")
+_AFTER_LAST = re.compile(r"(?:model\.|language_model\.|backbone\.)*layers\.(\d+)\.(.+)")
 _OWN_NAME = re.compile(r"(?:.+\.)?mtp[^.]*(?:\.layers)?(?:\.(\d+))?\.(.+)")
 _WEIGHT = re.compile(r"\.(?:weight|weight_packed|qweight)$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -76,14 +86,17 @@ def without_promise(config: Mapping[str, Any], names: Iterable[str]) -> dict[str
 
 
 def with_drafts(structure: Structure, source: Source, options: Any, target: str) -> tuple[Structure, tuple[str, ...]]:
-    """The structure as a plan writes it, and the plan's notes: kept draft layers are no longer ignored.
+    """The structure as a plan writes it, and the plan's notes: draft layers that are written are no longer ignored.
 
-    options: the target's; one without `drafts` has no place for them. PlanError if a layer that is kept is not whole.
+    options: the target's; one without `drafts` has no place for them. PlanError if a layer that is written is not
+    whole, or if nothing of one that should be quantized can be.
     """
     specs, config = source.specs, source.config
     drafts = drafts_among(structure.ignored, config)
     choice = getattr(options, "drafts", None)
     if not drafts:
+        if choice == "quantize":
+            raise PlanError("the source has no draft layers to quantize; leave drafts='quantize' (--drafts) out")
         lost = number(promised(config), "draft layer")
         note = f"config.json promises {lost}, of which the source has no tensor: the output promises none"
         return structure, (note,) if promised(config) else ()
@@ -101,21 +114,140 @@ def with_drafts(structure: Structure, source: Source, options: Any, target: str)
             "\n  ".join(["the source lacks a part of the draft layers that config.json promises:", *missing])
             + "\n  get the whole checkpoint, or use drafts='drop' (--drafts drop)"
         )
-    sites = tuple(site for name, (at, _) in drafts.items() if (site := _site(specs[name], at)))
-    ignored = {name: why for name, why in structure.ignored.items() if name not in drafts}
-    whole = replace(structure, sites=(*structure.sites, *sites), ignored=ignored)
-    return whole, (f"{what} {be} copied as stored (--drafts keep)",)
+    quantizes = choice == "quantize"
+    whole = _with_sites(structure, specs, config, drafts, quantizes)
+    if quantizes and all(site.keep for site in whole.sites[len(structure.sites) :]):
+        raise PlanError(
+            f"{what} {be} not like the other layers: no matrix there has the name of one here, whose format it would "
+            "take; use drafts='keep' (--drafts keep)"
+        )
+    if quantizes:
+        return whole, (f"{what} {be} quantized as the layers before, rounded to nearest (--drafts quantize)",)
+    stored = "copied as stored" if source.quantized is None else "copied, with codes if those of the source are copied"
+    return whole, (f"{what} {be} {stored} (--drafts keep)",)
 
 
-def _site(spec: TensorSpec, layer: int) -> Site | None:
+def asked_as(module: str, at: int, layers: int) -> Iterator[str]:
+    """Yield other names under which programs ask whether a module of draft layer `at` is quantized.
+
+    layers: of the model, without those that draft.
+    """
+    number = at if at >= layers else at + layers
+    matches = ((pattern.fullmatch(module), names) for pattern, names in _asked_rows())
+    match, names = next((pair for pair in matches if pair[0]), (None, []))
+    own = [name.format(n=number, module=match["module"]) for name in names if match]
+    yield from own
+    for name in (module, *own):
+        parent, _, last = name.rpartition(".")
+        if not _EXPERT.search(f"{name}."):
+            yield from (f"{parent}.{fused}" for fused in _exports("fused").get(last, ()))
+
+
+def is_note(note: str) -> bool:
+    """Whether a note of a plan says what is written of draft layers."""
+    return bool(re.match(r"(?:config\.json promises )?\d+ draft layers?, ", note))
+
+
+def check_rules(scheme: Scheme | None, structure: Structure) -> None:
+    """SchemeError if a rule quantizes draft layers, and the structure of a plan has none that are quantized."""
+    rules = [rule.label for rule in scheme.rules if rule.of_drafts and rule.format] if scheme else []
+    if rules and not any(site.unreached == UNMEASURED for site in structure.sites):
+        raise SchemeError(
+            f"{', '.join(rules)}: no draft layer is quantized here; leave the rule out, or use drafts='quantize' "
+            "(--drafts quantize) with a model that has draft layers"
+        )
+
+
+def _with_sites(
+    structure: Structure,
+    specs: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    drafts: Mapping[str, tuple[int, str]],
+    quantizes: bool,
+) -> Structure:
+    """The structure with the matrices of draft layers; if they are quantized, as those of the last layers are."""
+    like = {match[2]: site for site in structure.sites if (match := _AFTER_LAST.fullmatch(site.weight))}
+    layers, sites, joined = _layers(config), [], dict(structure.joined)
+    roots: dict[str, str] = {}  # module of a quantized matrix -> what its name begins with before that in the layer
+    for name, (at, within) in drafts.items():
+        site, root = _site(specs[name]), name.removesuffix(within)
+        if quantizes and (main := like.get(within)):
+            site = replace(
+                main,
+                module=root + _within(main.module),
+                weight=name,
+                layer=None,  # rules with `layers` are about the main layers
+                roles=() if main.keep else tuple(f"{DRAFT_ROLE}{role}" for role in main.roles),  # no router
+                shares=main.shares and f"{root}{main.expert}",
+                unreached=UNMEASURED,
+            )
+            joined |= {name: joined[main.weight]} if main.weight in joined else {}
+            roots[site.module] = root
+        if site:
+            sites.append(replace(site, asked=tuple(asked_as(site.module, at, layers))))
+    whole = replace(
+        structure,
+        sites=(*structure.sites, *sites),
+        ignored={name: why for name, why in structure.ignored.items() if name not in drafts},
+    )
+    if not quantizes:
+        return whole
+    embeddings = [name.removesuffix(".weight") for name in drafts if name.endswith("embed_tokens.weight")]
+    return replace(
+        whole,
+        joined=joined,
+        groups=(*structure.groups, *_groups(structure.groups, roots)),
+        singles=(*structure.singles, *_groups(structure.singles, roots)),
+        order=(*structure.order, *drafts),
+        embeddings=(*structure.embeddings, *embeddings),
+    )
+
+
+def _groups(groups: Iterable[InputGroup], roots: Mapping[str, str]) -> Iterator[InputGroup]:
+    """The groups that modules of draft layers form as those of the last layers do."""
+    by_first = {_within(group.modules[0]): group for group in groups if _AFTER_LAST.fullmatch(group.modules[0])}
+    for module, root in roots.items():
+        if group := by_first.get(module.removeprefix(root)):
+            members = tuple(root + _within(member) for member in group.modules)
+            norm = root + _within(group.norm) if _AFTER_LAST.fullmatch(group.norm) else ""
+            if roots.keys() >= set(members):
+                yield replace(group, modules=members, norm=norm)
+
+
+def _within(module: str) -> str:
+    """The name of a module of a layer within the layer."""
+    match = _AFTER_LAST.fullmatch(module)
+    return match[2] if match else module
+
+
+def _site(spec: TensorSpec) -> Site | None:
     """The site of a matrix, so that lists of unquantized modules have it; None of a vector or an embedding."""
     module = spec.name.removesuffix(".weight")
     if len(spec.shape) == 3 and ".experts." in spec.name:
-        return Site(module, spec.name, "stack_out_in", layer=layer, keep=DRAFT)
+        return Site(module, spec.name, "stack_out_in", keep=DRAFT)
     if len(spec.shape) != 2 or module == spec.name or module.endswith("embed_tokens"):
         return None
     expert = _EXPERT.search(spec.name)
-    return Site(module, spec.name, "out_in", layer=layer, expert=int(expert[1]) if expert else None, keep=DRAFT)
+    return Site(module, spec.name, "out_in", expert=int(expert[1]) if expert else None, keep=DRAFT)
+
+
+@cache
+def _exports(section: str) -> dict[str, list[str]]:
+    """A section of mappings/exports.toml."""
+    return read_table(mappings() / "exports.toml").section(section)
+
+
+@cache
+def _asked_rows() -> list[tuple[re.Pattern[str], list[str]]]:
+    """The rows of [asked] of mappings/exports.toml: the name in a file, with an expression for its parts -> names."""
+    parts = {r"\{n\}": r"\d+", r"\{module\}": "(?P<module>.+)"}
+    patterns = []
+    for name, asked in _exports("asked").items():
+        pattern = re.escape(name)
+        for part, expression in parts.items():
+            pattern = pattern.replace(part, expression)
+        patterns.append((re.compile(pattern), asked))
+    return patterns
 
 
 def _is_projection(module: str) -> bool:

@@ -16,7 +16,7 @@ from bridge.core.output.names import WRITES
 from bridge.core.remote.path import memory_ahead
 from bridge.core.text import fold_layers, fold_problems, named
 from bridge.core.values import CACHE, Format, Structure, TensorSpec
-from bridge.planning.drafts import DRAFT, with_drafts
+from bridge.planning.drafts import DRAFT, UNMEASURED, check_rules, with_drafts
 from bridge.planning.memory import working_set
 from bridge.planning.passthrough import (
     REMEDY,
@@ -28,7 +28,7 @@ from bridge.planning.passthrough import (
 )
 from bridge.planning.plan import PASSTHROUGH, STACKED, Plan, Step
 from bridge.planning.target import Draft, Drafted, Planner
-from bridge.quant.schemes.scheme import Scheme
+from bridge.quant.schemes.scheme import Scheme, is_measured
 from bridge.sources.source import Source
 
 
@@ -55,12 +55,14 @@ class PlanInputs:
         Draft layers are among the modules if they are kept.
         """
         structure, notes = with_drafts(self.structure, self.source, self.options, self.target.name)
-        structure = ungrouped(structure, self.scheme)
+        check_rules(self.scheme, structure)
+        scheme = self.scheme.bound(structure.sites) if self.scheme else None
+        structure = ungrouped(structure, scheme)
         sites = [
             replace(site, weight=alias) if (alias := f"{site.module}.weight") in structure.tied else site
             for site in structure.sites
         ]
-        return replace(self, structure=replace(structure, sites=tuple(sites)), notes=notes)
+        return replace(self, structure=replace(structure, sites=tuple(sites)), scheme=scheme, notes=notes)
 
 
 def check_weights(specs: Mapping[str, TensorSpec], structure: Structure, scheme: Scheme | None) -> None:
@@ -181,6 +183,12 @@ def _formats(inputs: PlanInputs) -> tuple[dict[str, Format | str], dict[str, lis
         assert scheme
         copies = isinstance(scheme, PassthroughScheme)
         format_: Format | str = DRAFT if site.keep == DRAFT and not copies else scheme.format_of(site)
+        if site.unreached == UNMEASURED and not copies:
+            if format_ == UNMEASURED or (isinstance(format_, Format) and is_measured(format_.input)):
+                refused.setdefault(UNMEASURED, []).append(site.module)
+                format_ = UNMEASURED
+            elif isinstance(format_, Format):
+                format_ = replace(format_, algorithm="max")  # what it measures, pre-scales or errors, is not known
         if isinstance(format_, Format):
             kept = target.why_kept(format_, site)
             reason = "" if kept else target.why_unsupported(format_, options)

@@ -14,6 +14,7 @@ from bridge.core.output.provenance import provenance
 from bridge.core.parsing.typed_json import typed
 from bridge.core.values import Structure, plain
 from bridge.core.version import loads_transformers
+from bridge.planning.eagle import eagle_structure, is_eagle
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models.as_installed import is_as_installed
 from bridge.sources.source import Source
@@ -28,9 +29,14 @@ PACKAGES = ("torch", "transformers")
 
 @without_collection()
 def structure_of(source: Source) -> Structure:
-    """Return the structure by the architecture's table; without a table it is traced with torch, once."""
+    """Return the structure by the architecture's table; without a table it is traced with torch, once.
+
+    EAGLE-3's drafts have neither a table nor a class: their names say it.
+    """
     if load_arch(architecture_of(source.config)) is not None:
         return structure(source.config, source.specs)
+    if is_eagle(source.config):
+        return eagle_structure(source.config, source.specs)
     structure_ = load_traced(source)
     if structure_ is None:
         loads_transformers()

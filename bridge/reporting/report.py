@@ -17,6 +17,7 @@ from bridge.core.addresses import is_remote
 from bridge.core.display import Displayed, Table
 from bridge.core.output.names import ENGINES
 from bridge.core.text import first_of, fold, fold_layers, grouped, number, pattern, size
+from bridge.planning.drafts import is_note
 from bridge.reporting.columns import line, titled_table
 from bridge.reporting.loading import LOADING, Loading, loading_line, loading_rows
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows
@@ -222,6 +223,7 @@ def report_lines(report: Report) -> list[Text]:
         line("seconds", f"{seconds}; peak memory {size(report.peak_memory)}"),
         line("parity", verdict(report) + _figures(report.parity)),
         line("written", report.out),
+        *(line("drafts", note) for note in report.notes if is_note(note)),
         *(line("engine", note) for note in report.notes if fnmatch(note.partition(": ")[0], ENGINES[0])),
     ]
     loads = loading_line(report.programs) if report.passed else ""  # what failed is not for any program

@@ -47,10 +47,11 @@ def class_prefixes(key: str) -> tuple[str, ...]:
 
 def excluded(plan: Plan) -> list[str]:
     """The runtime's list of unquantized matrices, embeddings, routers and tied heads, shortened and sorted."""
-    kept = {step.site.module for step in plan.steps if step.site and step.format is None}
-    kept |= {listed_as(step.site) for step in plan.steps if step.site and step.site.stacked and step.format is None}
+    sites = [step.site for step in plan.steps if step.site and step.format is None]
+    kept = {name for site in sites for name in (site.module, *listed_as(site))}
     tied = {alias.removesuffix(".weight") for alias in plan.tied if alias.endswith(".weight")}
-    return summarize(kept | tied, [step.site.module for step in plan.quantized if step.site])
+    quantized = (step.site for step in plan.quantized if step.site)
+    return summarize(kept | tied, [name for site in quantized for name in (site.module, *site.asked)])
 
 
 def routers(names: Iterable[str]) -> set[str]:

@@ -79,6 +79,10 @@ def container(stack: str) -> tuple[str, tuple[str, ...]]:
     return "", ()
 
 
-def listed_as(site: Site) -> str:
-    """The module of a site in lists of unquantized modules: of a stack the one that holds the experts, for runtimes."""
-    return (container(site.weight)[0] if site.stacked else "") or site.module
+def listed_as(site: Site) -> tuple[str, ...]:
+    """The names of a site in lists of unquantized modules: of a stack the module that holds the experts, for runtimes.
+
+    The first is that of the file; the others are what programs ask for instead.
+    """
+    modules = (site.module, *site.asked)
+    return tuple(container(module)[0] or module for module in modules) if site.stacked else modules

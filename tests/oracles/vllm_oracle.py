@@ -80,6 +80,19 @@ def ask(directory: Path, ids: Sequence[int], ranks: int = 1, kv: str = "auto", i
         return Answer("", "", replies[0]["quantization"], unread, unset, changed, load_file(out)["logits"])
 
 
+def ask_drafts(directory: Path, draft: Path | None = None) -> Answer:
+    """vLLM's answer when it loads draft layers alone, as it does beside the model for speculative decoding.
+
+    draft: an EAGLE-3 draft of the model; None for the layers of the model itself.
+    """
+    kind = {"method": "eagle3", "model": str(draft.resolve())} if draft else {"method": "mtp"}
+    request = {"directory": str(directory.resolve()), "ids": [1, 2], "drafts": kind | {"num_speculative_tokens": 1}}
+    (reply,) = _processes(1).ask(request)
+    if "error" in reply:
+        return Answer(reply["error"], reply["trace"])
+    return Answer("", "", reply["quantization"], tuple(reply["unread"]), tuple(reply["unset"]))
+
+
 class Processes:
     """One process a rank; they load checkpoint after checkpoint, since importing a server takes ten seconds.
 

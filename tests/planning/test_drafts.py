@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -13,52 +14,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import bridge
-from bridge.core.errors import PlanError, UsageError
-from bridge.planning.drafts import drafts_among, lacking, without_promise
+from bridge.core.errors import PlanError, SchemeError, UsageError
+from bridge.planning.drafts import asked_as, drafts_among, lacking, without_promise
+from bridge.reporting.report import report_lines
 from bridge.targets.hf.lint import lint
-
-Tensors = dict[str, torch.Tensor]
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
-DEEPSEEK: dict[str, Any] = SIZES | {
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 16,
-    "n_routed_experts": 3, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-    "v_head_dim": 10,
-}  # fmt: skip
-QWEN: dict[str, Any] = SIZES | {
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
-}  # fmt: skip
-MOE = {
-    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 3, "num_experts_per_tok": 2
-}  # fmt: skip
-# Modules of a draft layer beside those of a decoder layer, as the hub's checkpoints name them.
-JOINING = {
-    "deepseek": ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens"),
-    "qwen": ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"),
-}
-SHAPES = {"eh_proj": (32, 64), "fc": (32, 64), "shared_head.head": (64, 32), "embed_tokens": (64, 32)}
-
-
-def saved(at: Path, kind: str, config: Any, key: str) -> Tensors:
-    """Save a model with one draft layer, a copy of its last layer; return the draft layer's tensors."""
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(at)
-    tensors = load_file(at / "model.safetensors")
-    last = config.num_hidden_layers - 1
-    begin = f"model.layers.{last + 1}." if kind == "deepseek" else "mtp.layers.0."
-    copied = {name: tensor.clone() for name, tensor in tensors.items() if f"layers.{last}." in name}
-    drafts = {name.replace(f"model.layers.{last}.", begin): tensor for name, tensor in copied.items()}
-    outside = begin if kind == "deepseek" else "mtp."
-    drafts |= {f"{outside}{n}.weight": torch.randn(SHAPES.get(n, (32,))).bfloat16() for n in JOINING[kind]}
-    write(at, tensors | drafts, json.loads((at / "config.json").read_text()) | {key: 1})
-    return drafts
-
-
-def write(at: Path, tensors: Tensors, config: dict[str, Any]) -> None:
-    at.mkdir(exist_ok=True)
-    save_file(tensors, at / "model.safetensors", {"format": "pt"})
-    (at / "config.json").write_text(json.dumps(config))
+from tests.models.draft_families import DEEPSEEK, FAMILIES, KEY, QWEN, Tensors, write
 
 
 def config_of(directory: Path) -> dict[str, Any]:
@@ -73,21 +33,12 @@ def is_kept(output: Path, drafts: Tensors) -> bool:
     )
 
 
-FAMILIES = {
-    "deepseek_v3": lambda at: saved(at, "deepseek", transformers.DeepseekV3Config(**DEEPSEEK), KEY),
-    "qwen3_next": lambda at: saved(at, "qwen", transformers.Qwen3NextConfig(**QWEN, **MOE), KEY),
-    "qwen3_5": lambda at: saved(at, "qwen", transformers.Qwen3_5TextConfig(**QWEN), "mtp_num_hidden_layers"),
-}
-KEY = "num_nextn_predict_layers"
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spelled", ["modelopt", "compressed-tensors"])
 def test_draft_layers_are_copied_and_listed_as_unquantized(family: str, spelled: str, tmp_path: Path) -> None:
     drafts = FAMILIES[family](tmp_path / "model")
-    report = bridge.convert(
-        tmp_path / "model", "hf", "fp8_pc_pt", tmp_path / "out", format=spelled, dtype="bf16", progress=False
-    )
+    options: dict[str, Any] = {"format": spelled, "dtype": "bf16", "progress": False}
+    report = bridge.convert(tmp_path / "model", "hf", "fp8_pc_pt", tmp_path / "out", **options)
     assert report.passed and not lint(tmp_path / "out")
     assert is_kept(tmp_path / "out", {name: tensor.to(torch.bfloat16) for name, tensor in drafts.items()})
     config = config_of(tmp_path / "out")
@@ -99,7 +50,8 @@ def test_draft_layers_are_copied_and_listed_as_unquantized(family: str, spelled:
         matrices = {n.removesuffix(".weight") for n, t in drafts.items() if t.ndim == 2 and "embed_tokens" not in n}
         assert all(any(match_name(module, entry) for entry in ignored) for module in matrices)
     else:
-        assert ("model.layers.2*" if family == "deepseek_v3" else "mtp*") in ignored
+        matrices = [n.removesuffix(".weight") for n, t in drafts.items() if t.ndim == 2]
+        assert all(any(fnmatch(module, entry) for entry in ignored) for module in matrices)
 
 
 @pytest.mark.parametrize("part", ["eh_proj", "enorm", ".mlp.experts."])
@@ -182,11 +134,109 @@ def test_codes_of_a_draft_layer_are_copied_with_their_scales(tmp_path: Path) -> 
     assert "model.layers.2.eh_proj" in config_of(tmp_path / "out")["quantization_config"]["modules_to_not_convert"]
 
 
+def test_codes_of_a_draft_layer_are_dequantized_for_another_scheme(tmp_path: Path) -> None:
+    FAMILIES["qwen3_5"](tmp_path / "model")
+    options: dict[str, Any] = {"format": "deepseek", "drafts": "quantize", "progress": False, "verify": False}
+    bridge.convert(tmp_path / "model", "hf", "fp8_block", tmp_path / "codes", dtype="bf16", **options)
+    config = config_of(tmp_path / "codes")
+    config["quantization_config"].pop("written_by")
+    (tmp_path / "codes" / "config.json").write_text(json.dumps(config))
+    report = bridge.convert(tmp_path / "codes", "hf", "int8_wo", tmp_path / "out", progress=False)
+    assert report.passed
+    codes, written = load_file(tmp_path / "codes/model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    name = "mtp.layers.0.mlp.up_proj.weight"
+    values = codes[name].float() * codes[f"{name}_scale_inv"]  # 48 x 32: one tile
+    assert torch.equal(written[name], values.to(torch.bfloat16))
+    assert "mtp*" in config_of(tmp_path / "out")["quantization_config"]["ignore"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spelled", ["modelopt", "compressed-tensors"])
+def test_quantized_draft_layers_have_torchs_codes_and_are_not_listed(family: str, spelled: str, tmp_path: Path) -> None:
+    drafts = FAMILIES[family](tmp_path / "model")
+    options: dict[str, Any] = {"format": spelled, "drafts": "quantize", "progress": False}
+    report = bridge.convert(tmp_path / "model", "hf", "fp8_pc_pt", tmp_path / "out", **options)
+    assert report.passed and not lint(tmp_path / "out")
+    written, ignored = load_file(tmp_path / "out" / "model.safetensors"), config_of(tmp_path / "out")
+    ignored = ignored["quantization_config"]["ignore"]
+    quantized = {n.removesuffix(".weight"): t for n, t in drafts.items() if n.endswith("_proj.weight") and t.ndim == 2}
+    joining = {m: quantized.pop(m) for m in [*quantized] if m.endswith("eh_proj")}
+    assert len(quantized) >= 4  # q, k, v, o
+    for module, weight in quantized.items():
+        scale = weight.abs().amax(1) / 448
+        codes = (weight / scale[:, None]).to(torch.float8_e4m3fn)
+        torch.testing.assert_close(written[f"{module}.weight_scale"].flatten(), scale, rtol=1e-6, atol=0)
+        assert torch.equal(written[f"{module}.weight"].view(torch.uint8), codes.view(torch.uint8))
+        assert not any(fnmatch(module, entry) for entry in ignored)
+    for module in joining:
+        assert torch.equal(written[f"{module}.weight"], drafts[f"{module}.weight"])
+        assert any(fnmatch(module, entry) for entry in ignored)
+
+
+def test_matrices_of_a_draft_layer_that_are_held_as_one_share_a_scale(tmp_path: Path) -> None:
+    FAMILIES["qwen3_5"](tmp_path / "model")
+    options: dict[str, Any] = {"drafts": "quantize", "progress": False}
+    bridge.convert(tmp_path / "model", "hf", "nvfp4_wo", tmp_path / "out", **options)
+    written, model = load_file(tmp_path / "out" / "model.safetensors"), load_file(tmp_path / "model/model.safetensors")
+    for block, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+        modules = [f"mtp.layers.0.{block}.{name}_proj" for name in names]
+        largest = max(model[f"{module}.weight"].abs().max() for module in modules)
+        for module in modules:
+            assert written[f"{module}.weight_scale_2"] == largest / (6 * 448)
+
+
+def test_inputs_of_draft_layers_cannot_be_measured(tmp_path: Path) -> None:
+    FAMILIES["qwen3_5"](tmp_path / "model")
+    with pytest.raises(SchemeError, match=r"mtp\.layers\.0\.mlp(.|\n)*cannot be measured; use (.|\n)*drafts='keep'"):
+        bridge.plan(tmp_path / "model", "hf", "fp8", drafts="quantize")
+
+
+def test_rules_see_draft_layers_by_their_roles(tmp_path: Path) -> None:
+    FAMILIES["glm4_moe"](tmp_path / "model")
+    recipe = tmp_path / "own.toml"
+    rules = [("draft.*", "fp8_pc_pt"), ("draft.moe.*", "none")]
+    text = [f'[[rule]]\nroles = ["{role}"]\nquant = "{quant}"\noverride = true\n' for role, quant in rules]
+    recipe.write_text('base = "fp8"\n' + "".join(text))
+    plan = bridge.plan(tmp_path / "model", "hf", recipe, drafts="quantize")
+    formats = {step.site.module: step.format for step in plan.steps if step.site}
+    attention, main = formats["model.layers.2.self_attn.q_proj"], formats["model.layers.1.self_attn.q_proj"]
+    assert attention and attention.input and attention.input.dynamic
+    assert main and main.input and not main.input.dynamic
+    assert formats["model.layers.2.mlp.shared_experts.up_proj"] is None
+    assert formats["model.layers.2.mlp.gate"] is None  # the router, which no rule reaches
+    assert formats["model.layers.1.mlp.shared_experts.up_proj"] is not None
+    with pytest.raises(SchemeError, match=r"no draft layer is quantized here(.|\n)*drafts='quantize'"):
+        bridge.plan(tmp_path / "model", "hf", recipe)
+    recipe.write_text('base = "fp8_pc_pt"\n[[rule]]\nroles = ["draft.atn.*"]\nquant = "int8_wo"\n')
+    with pytest.raises(SchemeError, match=r"matches no module(.|\n)*nearest: draft\.attn"):
+        bridge.plan(tmp_path / "model", "hf", recipe, drafts="quantize")
+
+
+@pytest.mark.parametrize(
+    ("module", "asked"),
+    [
+        # the prefixes with which vLLM 0.33 and SGLang 0.5.23 build these modules (read in their sources)
+        ("model.layers.2.self_attn.q_a_proj", ["model.decoder.self_attn.q_a_proj"]),
+        ("model.layers.2.self_attn.q_a_proj", ["model.layers.2.self_attn.fused_qkv_a_proj"]),
+        ("model.layers.2.shared_head.head", ["model.layers.2.head", "model.shared_head.head"]),
+        ("model.layers.2.mlp.experts.1.up_proj", ["model.decoder.mlp.experts.1.up_proj"]),
+        ("model.mtp_layers.0.mlp.up_proj", ["model.layers.2.mlp.up_proj", "model.layers.2.mlp.gate_up_proj"]),
+        ("model.mtp_block.0.mlp.up_proj", ["model.layers.2.mlp.gate_up_proj", "model.mtp_block.mlp.gate_up_proj"]),
+        ("mtp.layers.0.mlp.up_proj", ["mtp.layers.0.mlp.gate_up_proj"]),
+    ],
+)  # fmt: skip
+def test_lists_have_the_names_that_programs_ask_for(module: str, asked: list[str]) -> None:
+    assert {*asked} <= {*asked_as(module, 2 if ".2." in module else 0, layers=2)}
+
+
 def test_choices_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     FAMILIES["qwen3_5"](tmp_path / "model")
-    for choice, message in (("quantize", "not built yet"), ("some", "use keep or drop")):
+    for choice, quant, message in (("quantise", "int8_wo", "nearest: quantize"), ("quantize", None, "a scheme")):
         with pytest.raises(UsageError, match=message):
-            bridge.plan(tmp_path / "model", "hf", "int8_wo", drafts=choice)
+            bridge.plan(tmp_path / "model", "hf", quant, drafts=choice)
+    transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**QWEN)).save_pretrained(tmp_path / "none")
+    with pytest.raises(PlanError, match="no draft layers to quantize"):
+        bridge.plan(tmp_path / "none", "hf", "int8_wo", drafts="quantize")
 
 
 def test_names_of_draft_layers_are_known() -> None:
@@ -203,3 +253,14 @@ def test_names_of_draft_layers_are_known() -> None:
     assert lacking(config, ["mtp.layers.0.norm.weight"]) == ["2 draft layers, and tensors of 1 are there"]
     assert without_promise(config, names) == config
     assert without_promise(config, ["lm_head.weight"])["text_config"]["mtp_num_hidden_layers"] == 0
+
+
+def test_the_short_report_says_what_becomes_of_draft_layers(tmp_path: Path) -> None:
+    FAMILIES["glm4_moe"](tmp_path / "model")
+    tensors, config = load_file(tmp_path / "model" / "model.safetensors"), config_of(tmp_path / "model")
+    write(tmp_path / "none", tensors, config | {KEY: 0})
+    words = {"model": "copied as stored", "none": "left out: config.json promises none"}
+    for name, text in words.items():
+        options: dict[str, Any] = {"drafts": "keep", "progress": False, "verify": False}
+        report = bridge.convert(tmp_path / name, "hf", "int8_wo", tmp_path / f"{name}-out", **options)
+        assert any(str(line).startswith("drafts") and text in str(line) for line in report_lines(report))

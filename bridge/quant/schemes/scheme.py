@@ -15,6 +15,8 @@ from bridge.core.values import Format, Numeric, Site
 from bridge.quant.schemes.grammar import Gate, Gates, Policies
 from bridge.quant.schemes.layer_ranges import from_start
 
+DRAFT_ROLE = "draft."  # how the roles of draft layers begin; `draft.attn.q.weight`
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -31,6 +33,11 @@ class Rule:
     modules: tuple[str, ...] = ()
     layers: tuple[tuple[int, int], ...] = ()
     override: bool = False
+
+    @property
+    def of_drafts(self) -> bool:
+        """Whether it is about draft layers alone."""
+        return bool(self.roles) and all(role.startswith(DRAFT_ROLE) for role in self.roles)
 
     def matched_roles(self, site: Site, depth: int) -> frozenset[str] | None:
         """The roles of `site` that the rule names (all of them without `roles`), None if it does not match."""
@@ -51,6 +58,8 @@ class Rule:
 
     def problem(self, sites: Sequence[Site], depth: int) -> str:
         """Why the rule does not fit this model ("" if it does): layers, roles or modules that it lacks, no match."""
+        if self.of_drafts and not any(role.startswith(DRAFT_ROLE) for site in sites for role in site.roles):
+            return ""  # planning knows them, and binds the scheme once more
         if not depth and self.layers:
             return "no module of this model lies in a numbered layer, so `layers` cannot match"
         bad = [end for span in self.spans(depth) for end in span if not 0 <= end < depth]

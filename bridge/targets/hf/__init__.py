@@ -18,8 +18,9 @@ from bridge.core.text import byte_count, fold_problems, nearest
 from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec, main_dtype
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
+from bridge.planning.drafts import CHOICES as DRAFTS
 from bridge.planning.drafts import without_promise
-from bridge.planning.plan import Plan
+from bridge.planning.plan import PASSTHROUGH, Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import StreamedTarget, check_ranks, float_dtype, option, write_checkpoint
 from bridge.targets.config_json import generation_config, generation_problems, restated
@@ -59,7 +60,7 @@ class HfOptions:
     )
     tp: int = option(1, "ranks that will share each layer (tensor parallelism): only checked, files are the same")
     dtype: str | None = option(None, "fp16, bf16, fp32: round first; default: source's")
-    drafts: str = option("keep", "keep: copy draft layers (MTP) unquantized; drop: leave them out, also of config.json")
+    drafts: str = option("keep", "draft layers (MTP): keep as stored, quantize, or drop, also from config.json")
 
 
 class Hf(StreamedTarget):
@@ -114,12 +115,10 @@ class Hf(StreamedTarget):
     ) -> HfOptions:
         if options.format not in SPELLINGS:
             raise UsageError(f"format {options.format!r} is unknown; {nearest(options.format, SPELLINGS)}")
-        if options.drafts == "quantize":
-            raise UsageError(
-                "drafts 'quantize' is not built yet; use keep, which copies draft layers unquantized, or drop"
-            )
-        if options.drafts not in ("keep", "drop"):
-            raise UsageError(f"drafts {options.drafts!r} is unknown; use keep or drop")
+        if options.drafts not in DRAFTS:
+            raise UsageError(f"drafts {options.drafts!r} is unknown; {nearest(options.drafts, DRAFTS)}")
+        if options.drafts == "quantize" and (scheme is None or scheme.name == PASSTHROUGH):
+            raise UsageError("drafts='quantize' (--drafts) needs a scheme too; pass quant='int4_wo', for example")
         byte_count(options.shard_size, "shard_size")
         check_ranks(tp=options.tp)
         return dataclasses.replace(options, dtype=float_dtype(options.dtype, specs, "that weights can be rounded to"))

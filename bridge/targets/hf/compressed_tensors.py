@@ -141,7 +141,12 @@ def config_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 def quantization_config(plan: Plan) -> dict[str, Any] | None:
     """The section that runtimes read; None if nothing is quantized."""
-    quantized = [(step.site.module, step.format) for step in plan.quantized if step.site and step.format]
+    quantized = [
+        (module, step.format)
+        for step in plan.quantized
+        if step.site and step.format
+        for module in (step.site.module, *step.site.asked)
+    ]
     # What differs in how it was calibrated or folded is one group: some servers find no experts by their names.
     alike = grouped(quantized, lambda pair: json.dumps(_group(pair[1], [])))
     kv = any(output.part == "k_scale" for output in plan.outputs)
@@ -167,7 +172,8 @@ def quantization_config(plan: Plan) -> dict[str, Any] | None:
 
 def ignored(plan: Plan) -> list[str]:
     """Modules of unquantized matrices, by name, since a group's target is the class of all of them."""
-    kept = [listed_as(s.site) for s in plan.steps if s.site and s.format is None and s.site.keep != "embedding"]
+    sites = (s.site for s in plan.steps if s.site and s.format is None and s.site.keep != "embedding")
+    kept = [name for site in sites for name in listed_as(site)]
     tied = [alias.removesuffix(".weight") for alias in plan.tied if alias.endswith(".weight")]
     return list(dict.fromkeys([*kept, *tied]))
 
@@ -175,7 +181,7 @@ def ignored(plan: Plan) -> list[str]:
 def _experts(plan: Plan) -> list[str]:
     """Patterns of the modules in unquantized stacks: vLLM asks for those of an expert, which has none of its own."""
     kept = (s.site for s in plan.steps if s.site and s.site.stacked and s.format is None)
-    return list(dict.fromkeys(f"re:^{re.escape(listed_as(site))}\\." for site in kept))
+    return list(dict.fromkeys(f"re:^{re.escape(name)}\\." for site in kept for name in listed_as(site)))
 
 
 def compression(format_: Format) -> str:

@@ -145,8 +145,8 @@ def config_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 def hf_quant_config(plan: Plan) -> dict[str, Any]:
     """The content of hf_quant_config.json; {} if nothing is quantized."""
-    formats = {step.site.module: step.scheme_format for step in plan.quantized if step.site}
-    layers = {module: setting(format_) for module, format_ in formats.items() if format_}
+    formats = [(step.site, step.scheme_format) for step in plan.quantized if step.site]
+    layers = {module: setting(format_) for site, format_ in formats if format_ for module in (site.module, *site.asked)}
     kv = any(output.part == "k_scale" for output in plan.outputs)
     if not layers and not kv:
         return {}

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+import unittest.mock
 from typing import Any
 
 os.environ |= {
@@ -30,7 +31,7 @@ from vllm.distributed import destroy_model_parallel, init_distributed_environmen
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.forward_context import set_forward_context  # noqa: E402
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig  # noqa: E402
-from vllm.model_executor.model_loader import get_model  # noqa: E402
+from vllm.model_executor.model_loader import base_loader, get_model  # noqa: E402
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader  # noqa: E402
 from vllm.model_executor.models import registry  # noqa: E402
 
@@ -69,6 +70,7 @@ def answer(request: dict[str, Any], seen: list[loading.Facts], rank: int, ranks:
         load_format="safetensors", tensor_parallel_size=ranks, skip_tokenizer_init=True,
         kv_cache_dtype=request.get("kv", "auto"),
         distributed_executor_backend="mp" if ranks > 1 else None,
+        speculative_config=request.get("drafts"),
     )  # fmt: skip
     config = arguments.create_engine_config()
     config.compilation_config.custom_ops[:] = ["none"]  # vLLM's torch versions of norms, rotations and activations
@@ -77,6 +79,8 @@ def answer(request: dict[str, Any], seen: list[loading.Facts], rank: int, ranks:
             init_distributed_environment(ranks, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
         destroy_model_parallel()  # the group of experts is made for a model that has some, only
         initialize_model_parallel(ranks, 1)
+        if request.get("drafts"):
+            return _drafts(config, seen)
         model = get_model(vllm_config=config)
         facts = seen[-1]
         with torch.no_grad(), set_forward_context(None, config):
@@ -87,6 +91,15 @@ def answer(request: dict[str, Any], seen: list[loading.Facts], rank: int, ranks:
     return {
         "quantization": quantization, "unread": facts.unread(), "unset": facts.unset, "changed": facts.changed(model),
     }  # fmt: skip
+
+
+def _drafts(config: Any, seen: list[loading.Facts]) -> dict[str, Any]:
+    """What the loader of draft layers reads; no kernel lays them out, since nothing is computed."""
+    chosen = config.speculative_config.draft_model_config
+    with unittest.mock.patch.object(base_loader, "process_weights_after_loading"):
+        get_model(vllm_config=config, model_config=chosen)
+    facts = seen[-1]
+    return {"quantization": str(chosen.quantization), "unread": facts.unread(), "unset": facts.unset, "changed": {}}
 
 
 def main() -> None:

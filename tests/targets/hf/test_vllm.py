@@ -25,10 +25,11 @@ from bridge.reporting.loading import loadings
 from bridge.targets.hf.runtime import Runtime
 from bridge.targets.manifest import load_manifest
 from tests.covering import grid
-from tests.models import served_checkpoints
+from tests.models import draft_families, served_checkpoints
 from tests.models.export_families import EXPERT_FAMILIES, GQA, tokens
 from tests.oracles import export_oracle, vllm_oracle
 from tests.oracles.modelopt_oracle import Answer
+from tests.planning import test_eagle
 
 IDS = torch.randint(3, 300, (24,), generator=torch.Generator().manual_seed(7))
 FAMILIES = ("llama", "llama-tied", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3-moe")
@@ -385,3 +386,31 @@ def test_formats_of_others_give_the_values_of_their_codes(name: str, tmp_path: P
     assert (answer.error, answer.unread, answer.missing()) == ("", (), [])
     with torch.no_grad():
         assert np.abs(answer.logits - model(IDS[None]).logits[0].numpy()).max() <= ROUNDING
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_next", "ernie4_5", "nemotron_h"])
+@pytest.mark.parametrize("drafts", ["keep", "quantize"])
+def test_vllm_reads_every_tensor_of_draft_layers(family: str, drafts: str, tmp_path: Path) -> None:
+    """By its own models of them, which ask with other names than the files'; unlisted, floats are loaded as codes."""
+    vllm_oracle.require()
+    tensors = draft_families.FAMILIES[family](tmp_path / "model")
+    options: dict[str, Any] = {"format": "compressed-tensors", "drafts": drafts, "progress": False, "verify": False}
+    bridge.convert(tmp_path / "model", "hf", "fp8_pc_pt", tmp_path / "out", **options)
+    answer = vllm_oracle.ask_drafts(tmp_path / "out")
+    assert not answer.error, answer.trace
+    assert not answer.missing() and not tensors.keys() & set(answer.unread)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_vllm_reads_every_tensor_of_a_draft_of_its_own(format_: str, tmp_path: Path) -> None:
+    """EAGLE-3's; the embedding is the model's, and vLLM reads no t2d."""
+    vllm_oracle.require()
+    sizes: dict[str, Any] = {name: test_eagle.CONFIG[name] for name in test_eagle.CONFIG if name.startswith("num_")}
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, head_dim=16, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    draft_families.write(tmp_path / "draft", test_eagle.draft(), test_eagle.CONFIG)
+    options: dict[str, Any] = {"format": format_, "progress": False, "verify": False}
+    bridge.convert(tmp_path / "draft", "hf", "fp8_pc_pt", tmp_path / "out", **options)
+    answer = vllm_oracle.ask_drafts(tmp_path / "model", tmp_path / "out")
+    assert not answer.error, answer.trace
+    assert answer.unread == ("t2d",) and answer.missing() == ["model.embed_tokens.weight"]
