@@ -89,12 +89,13 @@ def test_a_key_that_no_code_reads_passes_and_one_that_is_read_does_not() -> None
     )
     assert list(said) == []
     (text,) = not_followed(rows, "LlamaForCausalLM", {"is_causal": False}, ())
-    assert text == (
-        "is_causal is false (whether a token sees only those before it); the output cannot say so and means true"
+    assert text.startswith(
+        "is_causal is false (whether a token sees only those before it); the output cannot say so and means true; "
     )
-    (text,) = not_followed(table("GPT2LMHeadModel"), "GPT2LMHeadModel", {"summary_last_dropout": 1}, ())
-    assert text.endswith(
-        "which transformers' modeling_gpt2.py reads; [computes] of mappings/arch/gpt2.toml does not list it"
+    unlisted = dataclasses.replace(rows, config={}, computes={})
+    (text,) = not_followed(unlisted, "LlamaForCausalLM", {"mlp_bias": True}, ())
+    assert (
+        "which transformers' modeling_llama.py reads; [computes] of mappings/arch/llama.toml does not list it" in text
     )
     assert list(not_followed(rows, "LlamaForCausalLM", {"is_causal": False}, ("is_causal",))) == []
 
@@ -107,6 +108,13 @@ def test_without_transformers_entries_that_no_table_knows_are_named_in_a_note(mo
     assert "is not installed (transformers)" in text
     assert text.endswith("reads summary_last_dropout of config.json; taken to change nothing")
     assert not not_known(rows, "LlamaForCausalLM", {"rms_norm_eps": 1e-5})
+
+
+def test_what_other_models_of_the_same_file_read_is_not_read_by_this_one() -> None:
+    """GPT-2's summary is of the model with two heads, the width of Qwen 3.5's tower of images of another part."""
+    assert not [*not_followed(table("GPT2LMHeadModel"), "GPT2LMHeadModel", {"summary_last_dropout": 1}, ())]
+    of_experts = "Qwen3_5MoeForCausalLM"
+    assert not [*not_followed(table(of_experts), of_experts, {"intermediate_size": 80}, ())]
 
 
 SPEAK_OF_LAYERS = {

@@ -176,5 +176,23 @@ def _code(architecture: str) -> tuple[tuple[str, str], ...]:
         modelling = folder / f"modeling_{folder.name}.py"
         if modelling.is_file() and f"class {architecture}(" in (text := modelling.read_text("utf-8")):
             config = folder / f"configuration_{folder.name}.py"
-            return (modelling.name, text), (config.name, config.read_text("utf-8"))
+            return (modelling.name, _used(text, architecture)), (config.name, config.read_text("utf-8"))
     return ()
+
+
+def _used(text: str, architecture: str) -> str:
+    """What a class of a file uses of it, at any distance: towers of images are in the files of text models."""
+    import ast
+
+    lines, parts = text.splitlines(keepends=True), dict[str, ast.stmt]()
+    for node in ast.parse(text).body:
+        named = [node.name] if isinstance(node, ast.ClassDef | ast.FunctionDef) else []
+        named += [target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)]
+        parts |= dict.fromkeys(named, node)
+    wanted, used = [architecture], dict[str, str]()
+    while wanted:
+        name = wanted.pop()
+        if name in parts and name not in used:
+            used[name] = "".join(lines[parts[name].lineno - 1 : parts[name].end_lineno])
+            wanted += [node.id for node in ast.walk(parts[name]) if isinstance(node, ast.Name)]
+    return "".join(used.values())

@@ -13,6 +13,7 @@ from bridge.core.mappings import own_files, read_table
 from bridge.planning.structure import structure_of
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import plan_cut
+from bridge.tables.architectures import meaning
 from tests.covering import covering
 from tests.models.decoder_families import build
 from tests.sources.pruned.families import FAMILIES, random_scores, silenced
@@ -108,9 +109,10 @@ def test_pruned_is_silenced(family: str, cut: str) -> None:
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
-def test_a_field_that_the_class_reads_and_no_table_knows_is_refused() -> None:
-    """It may say something of the layers, heads or widths that would go."""
+def test_a_field_that_the_class_reads_and_no_table_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may say something of the layers, heads or widths that would go; a newer class may read one."""
+    monkeypatch.setattr(meaning, "_reader", lambda name, _: "transformers' modeling_gpt2.py" if name == "new" else "")
     model = build("GPT2LMHeadModel", torch.float32, **FAMILIES["GPT2LMHeadModel"])
-    source = open_source(model, config={"summary_last_dropout": 1})
-    with pytest.raises(PlanError, match=r"summary_last_dropout is 1, which transformers' modeling_gpt2\.py reads"):
+    source = open_source(model, config={"new": 1})
+    with pytest.raises(PlanError, match=r"new is 1, which transformers' modeling_gpt2\.py reads"):
         plan_cut(source, {"layers": 3}, None)
