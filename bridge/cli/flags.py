@@ -341,8 +341,8 @@ def in_flags(text: str) -> str:
     own = [name for name, flag in FLAGS.items() if "." not in name and not flag.argument]
     names = "|".join(sorted({*own, *TargetOptions.__annotations__}, key=len, reverse=True))
     value = r"""'[^'\n]*'|"[^"\n]*"|\{[^\n]*?\}(?= \(--)|\{[^{}\n]*\}|(?!torch\.|tp\.|np\.)[\w./:-]*"""
-    both = re.compile(rf"(?<![\w.])(?P<name>{names})=(?P<value>{value}) \((?P<flag>--[^)\n]*)\)")
-    alone = re.compile(rf"(?<![\w.])(?P<name>{names})=(?P<value>{value})(?![={{\[(])")
+    both = re.compile(rf"(?<![\w./-])(?P<name>{names})=(?P<value>{value}) \((?P<flag>--[^)\n]*)\)")
+    alone = re.compile(rf"(?<![\w./-])(?P<name>{names})=(?P<value>{value})(?![={{\[(])")
 
     def flag(match: re.Match[str]) -> str:
         name, given = match["name"].replace("_", "-"), match["value"]

@@ -31,6 +31,8 @@ CHOICES = ("keep", "quantize", "drop")
 _AFTER_LAST = re.compile(r"(?:model\.|language_model\.|backbone\.)*layers\.(\d+)\.(.+)")
 _OWN_NAME = re.compile(r"(?:.+\.)?mtp[^.]*(?:\.layers)?(?:\.(\d+))?\.(.+)")
 _WEIGHT = re.compile(r"\.(?:weight|weight_packed|qweight)$")
+_EXPERT_OF, _MLP = re.compile(r"(?:^|\.)experts\."), re.compile(r"(?:^|\.)(?:mlp|feed_forward|block_sparse_moe)\.")
+_DENSE = re.compile(r"(?:^|\.)(?:mlp|feed_forward)\.\w+_proj$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -53,8 +55,8 @@ def drafts_among(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, t
 def lacking(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """What config.json promises of draft layers and a checkpoint with these tensors does not have.
 
-    A layer after the last has every module of the last, and what joins hidden states and tokens; one with a name of its
-    own, the projections of its attention.
+    A layer after the last has what joins hidden states and tokens, and every module of the last; its MLP may be dense
+    beside layers of experts. One with a name of its own has the projections of its attention.
     """
     names, count, last = list(names), promised(config), _layers(config) - 1
     drafts = drafts_among(names, config)
@@ -70,7 +72,10 @@ def lacking(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     missing = []
     for at in numbers if count else ():
         have = {_WEIGHT.sub("", name) for layer, name in drafts.values() if layer == at}
-        missing += [f"{module} of draft layer {at}" for module in sorted(expected - have)]
+        lacks = expected - have
+        if not any(map(_EXPERT_OF.search, have)) and any(map(_DENSE.search, have)):
+            lacks = {module for module in lacks if not _MLP.search(module)}
+        missing += [f"{module} of draft layer {at}" for module in sorted(lacks)]
     return missing
 
 

@@ -41,7 +41,7 @@ def eagle_structure(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) 
     for at, layer in enumerate(_layers(specs)):
         for row in ROLES:
             for name, role in row.items():
-                # vLLM's names, which count on after the layers of the other model
+                # vLLM's names; it numbers them on from the other model's layers, and asks for its lists before
                 asked = tuple({f"model.layers.{at}.{name}"} - {f"{layer}.{name}"})
                 module = f"{layer}.{name}"
                 sites.append(Site(module, f"{module}.weight", "out_in", (role,), unreached=UNMEASURED, asked=asked))

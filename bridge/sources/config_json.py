@@ -75,7 +75,7 @@ def _without_outranked(config: Mapping[str, Any], given: Mapping[str, Any]) -> d
 
     It takes `rope_scaling` before `rope_parameters`, and what is in either before `rope_theta` beside it.
     """
-    kept = {name: value for name, value in config.items() if name not in given}
+    kept = dict(config)  # in its order
     parts = {name: value for name in ROTARY_PARTS if (value := given.get(name)) is not None}
     if given.get("rope_parameters"):
         kept.pop("rope_scaling", None)
@@ -83,7 +83,7 @@ def _without_outranked(config: Mapping[str, Any], given: Mapping[str, Any]) -> d
         kept |= {name: before[name] for name in ROTARY_PARTS if name in before and name not in given}
     for name in ROTARY:
         entry = kept.get(name)
-        if not isinstance(entry, Mapping) or not parts:
+        if name in given or not isinstance(entry, Mapping) or not parts:
             continue
         if any(isinstance(value, Mapping) for value in entry.values()):
             raise UsageError(

@@ -100,7 +100,9 @@ def _of_the_run(matched: Matched, followed: Iterable[str]) -> str:
 
     rope = rope_of(matched.config)
     scaled = ", ".join(f"{name} {value}" for name, value in rope.scaling.items()) if rope.kind != "default" else ""
-    given = [f"{name} = {matched.config[name]}" for name in sorted(followed) if name in matched.config]
+    whole = set() if window_of(matched.config) else {"sliding_window"}
+    told = sorted(name for name in {*followed} - whole if matched.config.get(name) is not None)
+    given = [f"{name} = {matched.config[name]}" for name in told]
     given += [f"rope_theta = {rope.theta}", *([f"{rope.kind} ({scaled})"] if scaled else [])]
     return f"torchtitan reads no config.json, which is for other programs; its flavor must have {', '.join(given)}"
 

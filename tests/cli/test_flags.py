@@ -100,6 +100,7 @@ def test_a_batch_asks_with_the_rows_of_its_flags() -> None:
         ("config=/a/b.json (--config): cannot be read", "--config /a/b.json: cannot be read"),
         ("give config={'window': None}", """give --config '{"window": null}'"""),
         ("""config={'a': [1]} (--config '{"a": [1]}')""", """--config '{"a": [1]}'"""),
+        ("s3://bucket/seed=1/model: no such directory; /data/quant=fp8/m; --calib=x",) * 2,
         ("dtype=torch.bfloat16, bridge.convert(model, quant='fp8')",) * 2,
     ],
 )

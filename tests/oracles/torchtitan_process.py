@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -102,7 +103,8 @@ def load_and_run(
     """
     import torch.distributed.checkpoint as dcp
 
-    with mock.patch.multiple(F, **_told(config or {})):
+    told = _told(config or {})
+    with mock.patch.multiple(F, **told) if told else nullcontext():
         model, _ = _build(era, name)
     _tell(model, config or {})
     state = {key: torch.full_like(tensor, float("nan")) for key, tensor in model.state_dict().items()}

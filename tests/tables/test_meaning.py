@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -115,6 +116,27 @@ def test_what_other_models_of_the_same_file_read_is_not_read_by_this_one() -> No
     assert not [*not_followed(table("GPT2LMHeadModel"), "GPT2LMHeadModel", {"summary_last_dropout": 1}, ())]
     of_experts = "Qwen3_5MoeForCausalLM"
     assert not [*not_followed(table(of_experts), of_experts, {"intermediate_size": 80}, ())]
+
+
+# What code of text models reads beside the entries of tables: other names of them, names of parts, methods.
+NAMED_ELSEWHERE = {
+    "cu_seq_lens_q", "embedding_size", "get", "hidden_size", "num_attention_heads", "num_experts",
+    "num_experts_per_tok", "num_hidden_layers", "num_local_experts", "text_config",
+    # of images, in the file of the configs: Gemma 3, Llama 4
+    "image_size", "mm_tokens_per_image", "num_channels", "patch_size", "pixel_shuffle_ratio", "projector_dropout",
+    "projector_input_dim", "projector_output_dim", "vision_config",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_no_code_of_transformers_reads_an_entry_that_its_table_does_not_know(name: str) -> None:
+    """So an unknown entry changes nothing, also where transformers is not installed; a newer one turns this red."""
+    architecture = read_table(TABLES[name]).data["architectures"][0]
+    rows = table(architecture)
+    known = {*rows.computes, *rows.config, *listed("without_effect"), *listed("elsewhere")}
+    reads = re.compile(r"""config\.([a-z]\w*)\b|config, ["']([a-z]\w*)["']|kwargs\.(?:get|pop)\(["'](\w+)["']""")
+    for _, text in meaning._code(architecture):
+        assert {"".join(names) for names in reads.findall(text)} - known <= NAMED_ELSEWHERE
 
 
 SPEAK_OF_LAYERS = {

@@ -214,7 +214,7 @@ def _read(
             reader = compressed.Compressed(section, _shapes(weights))
         case _:
             return None
-    zeros = _zero_points(weights) if method == "compressed-tensors" else frozenset()
+    zeros = _zero_points(weights, reader) if isinstance(reader, compressed.Compressed) else frozenset()
     shown = {name: spec for name, spec in weights.specs.items() if name not in zeros}
     tensors = take(reader, dataclasses.replace(weights, specs=shown), dtype)
     tensors = dataclasses.replace(tensors, used=tensors.used | zeros)
@@ -229,9 +229,10 @@ def _modelopt_file(root: Path) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def _zero_points(weights: Weights) -> frozenset[str]:
+def _zero_points(weights: Weights, reader: compressed.Compressed) -> frozenset[str]:
     """Zero points that are all 0, as some versions of compressed-tensors store them beside symmetric codes."""
-    names = [name for name in weights.specs if name.endswith(("weight_zero_point", "input_zero_point"))]
+    names = [name for name in weights.specs if name.endswith((".weight_zero_point", ".input_zero_point"))]
+    names = [name for name in names if reader.is_symmetric(name.rpartition(".")[0])]
     return frozenset(name for name in names if not weights.read(name).any())
 
 

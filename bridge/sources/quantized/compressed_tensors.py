@@ -54,7 +54,7 @@ class Compressed:
             return "its group has no weights"
         if "weight_g_idx" in tensors:
             return "its columns are permuted (activation order: weight_g_idx), which no target supports"
-        if not weights.get("symmetric", True):
+        if not self.is_symmetric(module):
             return "asymmetric, as its group says, and every format here is symmetric; compress it with symmetric=True"
         if points := sorted({"weight_zero_point", "input_zero_point"} & tensors.keys()):
             return (
@@ -74,6 +74,11 @@ class Compressed:
             return f"input activations: {inputs}"
         packed = "int32" if form == "pack-quantized" else "in" if "pack" in form else "byte"
         return StorageLayout(Format((numeric,), inputs), names, packed, wide, self.shapes.get(module, ()))
+
+    def is_symmetric(self, module: str) -> bool:
+        """Whether the module's group says so of its weights; the tensors may say otherwise."""
+        weights = (self.group(module) or {}).get("weights")
+        return not isinstance(weights, Mapping) or bool(weights.get("symmetric", True))
 
     def group(self, module: str) -> Mapping[str, Any] | None:
         """Return the group that names the module, else one that names a class: classes are unknown here, and Linear."""

@@ -103,10 +103,13 @@ def rotations(
     linear: Collection[str],
 ) -> Rotations:
     """Read `transform_config`. specs: of the tensors once decoded. linear: modules with codes, which are Linear."""
-    groups = words.mapping(words.mapping(section.get(ENTRY), ENTRY).get("config_groups"), f"{ENTRY}: config_groups")
+    said = words.mapping(section.get(ENTRY), ENTRY)
+    groups = words.mapping(said.get("config_groups"), f"{ENTRY}: config_groups")
     ends = tuple(f".{name}_{location}.{part}" for name in groups for location in ONLINE for part in ("weight", "perm"))
     stored = {name: spec for name, spec in weights.specs.items() if ends and name.endswith(ends)}
     reading = _Reading(config, weights, stored, {n: s for n, s in specs.items() if n not in stored}, frozenset(linear))
+    if unknown := sorted(said.keys() - {"config_groups"}):
+        reading.problems.append(f"{ENTRY}: {', '.join(unknown)} is not known here")
     for name, group in groups.items():
         reading.group(name, words.mapping(group, f"{ENTRY}: {name}"))
     return Rotations(reading.modules, tuple(stored), tuple(dict.fromkeys(reading.problems)))

@@ -48,6 +48,9 @@ def without_origin(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+SPELLED = {"swish": "silu"}  # two names of one function in transformers' ACT2FN
+
+
 def as_read(config: Mapping[str, Any], table: ArchTable) -> dict[str, Any]:
     """The config as its class reads it: one rotary entry, and no part of a head that the class does not read.
 
@@ -70,6 +73,9 @@ def as_read(config: Mapping[str, Any], table: ArchTable) -> dict[str, Any]:
         read |= {name: words[read[name]]} if read.get(name) in words else {}
     if "use_sliding_window" in table.computes and not read.get("use_sliding_window"):
         read = {name: value for name, value in read.items() if name not in ("sliding_window", "max_window_layers")}
+    if read.get("layer_types"):  # from which layer on windows are, where the kinds of layers are not given
+        read.pop("max_window_layers", None)
+    read |= {name: SPELLED[str(value)] for name, value in read.items() if "act" in name and str(value) in SPELLED}
     if table.file.section("computes") and PARTIAL not in table.computes:
         read.pop(PARTIAL, None)
         for name in ("rope_scaling", "rope_parameters"):

@@ -100,12 +100,11 @@ def _switched(matched: Matched, roles: Iterable[str]) -> str:
 def _rope_problems(rope: Rope, graph: Graph) -> Iterator[str]:
     known = ("default", *graph.scalings)
     if graph.rotary and rope.kind not in known:
+        said = f"rope_type {rope.kind!r} is not written for llama.cpp's {graph.name}; known: {', '.join(known)}"
         part = {} if rope.share == graph.rotary_share else {PARTIAL: rope.share}
         plain = as_given({"rope_parameters": {"rope_type": "default", "rope_theta": rope.theta, **part}})
-        yield (
-            f"rope_type {rope.kind!r} is not written for llama.cpp's {graph.name}; known: {', '.join(known)}. Write it "
-            f"without scaling, and give llama.cpp --rope-scaling when it runs: {plain}"
-        )
+        without = f"write it without scaling, and give llama.cpp --rope-scaling {rope.kind} when it runs: {plain}"
+        yield f"{said}; {without if rope.kind in ('linear', 'yarn') else 'take target hf or trt'}"
     if graph.local_theta not in (0, rope.local):
         takes = f"llama.cpp's {graph.name} takes {graph.local_theta:.0f}"
         yield f"layers with a window turn with theta {rope.local:g}; {takes}"

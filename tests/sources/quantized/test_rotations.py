@@ -173,6 +173,13 @@ def test_what_is_not_undone_is_refused_by_name_where_weights_are_decoded(
     )
 
 
+def test_an_unknown_entry_beside_the_groups_of_rotations_is_refused_too(tmp_path: Path) -> None:
+    rotated(tmp_path / "model", None)
+    root = changed(tmp_path / "model", transform_config={"config_groups": {}, "order": "last"})
+    with pytest.raises(BridgeError, match="transform_config: order is not known here"):
+        bridge.plan(root, "hf", "none")
+
+
 def test_an_unknown_entry_is_carried_with_copied_codes_and_refused_where_they_are_decoded(tmp_path: Path) -> None:
     rotated(tmp_path / "model", None)
     root = changed(tmp_path / "model", zero_point_of="rows")

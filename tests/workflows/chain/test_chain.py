@@ -211,4 +211,4 @@ for changed in (path, path.with_name("wrong.toml")):
     (first, kept, refused), (second, silent, still) = (said.split("---\n") for said in both)
     assert first == second and first.startswith("[False, False, False]") and first.endswith("True\n")
     assert "3 steps, all passed; 3 made by an earlier run" in kept and silent == "exit 0\n"
-    assert "UsageError" in refused and "step coded: quant='int9'" in refused and still == "exit 2\n"
+    assert "UsageError" in refused and "step coded: --quant int9" in refused and still == "exit 2\n"
