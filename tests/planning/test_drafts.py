@@ -256,7 +256,6 @@ def test_names_of_draft_layers_are_known() -> None:
     dense += [f"model.layers.1.{name}.weight" for name in ("eh_proj", "enorm", "hnorm")]
     of_experts = {"num_hidden_layers": 1, "num_mtp_modules": 1}
     assert lacking(of_experts, dense) == []
-    assert lacking(of_experts, dense[1:3] + dense[4:]) == []
     assert lacking(of_experts, dense[:3] + dense[4:]) == ["mlp.experts.0.up_proj of draft layer 1"]
     assert without_promise(config, names) == config
     assert without_promise(config, ["lm_head.weight"])["text_config"]["mtp_num_hidden_layers"] == 0
