@@ -26,6 +26,7 @@ FAULTS = {
     "names": ERROR,
     "index": ERROR,
     "index-size": NOTE,
+    "other-files": NOTE,
     "tensors": ERROR,
     "ranks": NOTE,
 }

@@ -250,7 +250,7 @@ def test_names_of_draft_layers_are_known() -> None:
         names[1]: (4, "eh_proj.weight"), names[2]: (1, "mlp.up_proj.weight"), names[3]: (-1, "fc.weight"),
         names[4]: (0, "mlp.up_proj.weight"),
     }  # fmt: skip
-    assert lacking(config, ["mtp.layers.0.norm.weight"]) == ["2 draft layers, and tensors of 1 are there"]
+    assert lacking(config, ["mtp.layers.0.norm.weight"]) == ["of 2 draft layers tensors of 1 are there"]
     assert without_promise(config, names) == config
     assert without_promise(config, ["lm_head.weight"])["text_config"]["mtp_num_hidden_layers"] == 0
 

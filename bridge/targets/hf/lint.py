@@ -36,7 +36,7 @@ class Rule(NamedTuple):
 
 
 PROMISED = (
-    "error [drafts] config.json promises draft layers, and the files lack {what}; set the number to 0, or convert the "
+    "error [drafts] config.json promises draft layers that are not whole: {what}; set the number to 0, or convert the "
     "whole checkpoint"
 )
 RULES = {
