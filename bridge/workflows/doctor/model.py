@@ -79,8 +79,9 @@ def memory_names(checkpoint: Checkpoint) -> Iterator[Finding]:
     unknown = [n for n in checkpoint.specs if _kind(n) not in known and n not in drafts_among([n], checkpoint.config)]
     in_memory = [n for n in unknown if "language_model" in n or ".experts." in n]
     if in_memory:
-        what = "is a name in the model in memory: checkpoints of this architecture have others"
-        yield Finding("names", what, tuple(in_memory), "write it with `save_pretrained`, which gives the names back")
+        what = "is a name in the model in memory: other programs may read those of checkpoints alone"
+        mend = "give the tensors to a model that was loaded from names of checkpoints, and save it with save_pretrained"
+        yield Finding("memory-names", what, tuple(in_memory), mend)
 
 
 def _kind(name: str) -> str:

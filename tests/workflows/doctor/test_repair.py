@@ -343,7 +343,7 @@ def test_a_list_that_names_quantized_modules_and_not_the_others_is_mended(tmp_pa
     bridge.repair(broken, tmp_path / "new")
     whole(tmp_path / "new")
     section = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
-    assert section["ignore"] == ["lm_head", "model.layers.1.mlp.down_proj"]
+    assert section["ignore"] == ["lm_head", "model.layers.1", "visual", "model.layers.1.mlp.down_proj"]
     assert set(good) - set(tensors(tmp_path / "new"))
 
 
@@ -363,6 +363,28 @@ def test_a_prefix_in_modelopts_list_takes_other_layers_too(tmp_path: Path) -> No
     own = json.loads((tmp_path / "new" / "hf_quant_config.json").read_text())["quantization"]["exclude_modules"]
     assert own == json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]["ignore"]
     assert own == ["lm_head", "model.layers.1.mlp.gate"]
+
+
+def test_entries_by_suffix_or_with_names_of_servers_stay(tmp_path: Path) -> None:
+    """The first three are those of MiniMax-M2's list."""
+    shapes = {f"model.layers.{layer}.block_sparse_moe.experts.0.w1": (256, 128) for layer in (0, 1)}
+    kept = {
+        "model.layers.0.block_sparse_moe.gate.weight": (2, 128), "model.layers.1.self_attn.q_proj.weight": (256, 128),
+        "model.layers.1.block_sparse_moe.e_score_correction_bias": (2,), "model.norm.weight": (128,),
+    }  # fmt: skip
+    stored_checkpoints.deepseek(tmp_path / "broken", shapes, plain=kept)
+    entries = ["gate", "e_score_correction_bias", "lm_head", "model.layers.1.self_attn.qkv_proj", "visual"]
+
+    def change(config: dict[str, Any]) -> None:
+        config["quantization_config"]["modules_to_not_convert"] = entries
+
+    edited(tmp_path / "broken" / "config.json", change)
+    found = {p.finding["rule"]: p.finding for p in check_path(tmp_path / "broken") if p.finding}
+    assert found.keys() - {"ranks"} == {"ignores-nothing"} and found["ignores-nothing"]["where"] == ["visual"]
+    promises_drafts(tmp_path / "broken")
+    bridge.repair(tmp_path / "broken", tmp_path / "new")
+    section = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
+    assert section["modules_to_not_convert"] == entries
 
 
 def test_deepseeks_list_by_prefix_is_not_read_by_every_server(tmp_path: Path) -> None:
