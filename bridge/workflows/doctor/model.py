@@ -95,7 +95,6 @@ def files(checkpoint: Checkpoint) -> Iterator[Finding]:
     lost = {*placed.values()} - {*shards}
     beside = [name for name in safetensors(checkpoint.directory) if name not in shards]
     two = checkpoint.index is not None and SINGLE in beside
-    mends = not (checkpoint.twice or lost or two)
     if checkpoint.twice:
         yield Finding("index", "is in more than one file, or more than one tensor", checkpoint.twice, AGAIN)
     if two:
@@ -106,22 +105,24 @@ def files(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding("other-files", what, tuple(others), "none needed: `repair` leaves it out")
     if lost:
         yield Finding("index", f"{INDEX} names {named(lost)}, which are not in the directory", (), AGAIN)
+    if checkpoint.twice or lost or two:
+        return
     if checkpoint.index is None:
         if {*shards} != {SINGLE}:
             what = f"without {INDEX} only {SINGLE} is loaded, and the weights are in {named(shards)}"
-            yield Finding("index", what, repairs=mends)
+            yield Finding("index", what, repairs=True)
         return
-    right = {name for name, file in placed.items() if file in shards and name in shards[file].specs}
+    right = {name for name, file in placed.items() if name in shards[file].specs}
     held = {own: file for file, shard in shards.items() for own in shard.specs}
-    if stale := [name for name, file in placed.items() if name not in held and file in shards]:
-        yield Finding("index", f"{INDEX} names it, and no file has it", tuple(stale), repairs=mends)
+    if stale := [name for name in placed if name not in held]:
+        yield Finding("index", f"{INDEX} names it, and no file has it", tuple(stale), repairs=True)
     if out := [name for name in held if name not in right]:
         what = f"{INDEX} does not place it in {first_of(sorted({held[name] for name in out}), 3)}, which has it"
-        yield Finding("index", what, tuple(out), repairs=mends)
+        yield Finding("index", what, tuple(out), repairs=True)
     metadata = checkpoint.index.get("metadata")
     said = metadata.get("total_size") if isinstance(metadata, Mapping) else None
     total = total_size(checkpoint)
-    if said is not None and said != total and mends:
+    if said is not None and said != total:
         what = f"{INDEX} says {said} bytes, the tensors have {total}"
         yield Finding("index-size", what, repairs=True)
 
