@@ -1,4 +1,4 @@
-"""`qbridge show environment`: the versions that are installed, what works with them, and what to install."""
+"""`qbridge show environment`: installed versions, what works with them, what to install."""
 
 from __future__ import annotations
 

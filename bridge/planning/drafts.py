@@ -62,7 +62,8 @@ def lacking(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     drafts = drafts_among(names, config)
     numbers = sorted({at for at, _ in drafts.values() if at >= 0})
     if len(numbers) < count and (numbers or not drafts):
-        return [f"{number(count, 'draft layer')}, and tensors of {len(numbers)} are there"]
+        there = f"tensors of {len(numbers)} are" if numbers else "no tensor is"
+        return [f"of {number(count, 'draft layer')} {there} there"]
     own = any("mtp" in name for name in drafts)
     main = {match[2] for name in names if (match := _AFTER_LAST.fullmatch(name)) and int(match[1]) == last}
     stacked = any(".experts." in name and not _EXPERT.search(name) for name in drafts)

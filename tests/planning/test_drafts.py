@@ -250,7 +250,7 @@ def test_names_of_draft_layers_are_known() -> None:
         names[1]: (4, "eh_proj.weight"), names[2]: (1, "mlp.up_proj.weight"), names[3]: (-1, "fc.weight"),
         names[4]: (0, "mlp.up_proj.weight"),
     }  # fmt: skip
-    assert lacking(config, ["mtp.layers.0.norm.weight"]) == ["2 draft layers, and tensors of 1 are there"]
+    assert lacking(config, ["mtp.layers.0.norm.weight"]) == ["of 2 draft layers tensors of 1 are there"]
     dense = [f"model.layers.{n}.self_attn.o_proj.weight" for n in (0, 1)]
     dense += ["model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.1.mlp.up_proj.weight"]  # Step 3.5
     dense += [f"model.layers.1.{name}.weight" for name in ("eh_proj", "enorm", "hnorm")]

@@ -183,7 +183,9 @@ def _turned(tensors: QuantizedTensors, config: Mapping[str, Any], specs: Mapping
         for name in sorted(unclear)
     ]
     stored = {module: dataclasses.replace(of, turned=of.spec.name in turned) for module, of in tensors.stored.items()}
-    return dataclasses.replace(tensors, stored=stored, problems=(*tensors.problems, *problems))
+    return dataclasses.replace(
+        tensors, stored=stored, problems=(*tensors.problems, *problems), unread=(*tensors.unread, *problems)
+    )
 
 
 def _dtype(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 from bridge.core.text import nearest
 from bridge.core.values import Format, Numeric, TensorSpec
 from bridge.sources.quantized import fields as words
-from bridge.sources.quantized.parts import StorageLayout
+from bridge.sources.quantized.parts import StorageLayout, Unread
 
 HERE = "quantization_config"
+ASYMMETRIC = "asymmetric, as its group says, and every format here is symmetric; compress it with symmetric=True"
 FORMATS = (
     "naive-quantized", "float-quantized", "int-quantized", "pack-quantized",
     "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
@@ -48,16 +49,16 @@ class Compressed:
             return "no group of quantization_config matches it"
         form = group.get("format") or self.section.get("format")
         if form not in FORMATS:
-            return f"format {form!r} cannot be read; {nearest(str(form), FORMATS)}"
+            return Unread(f"format {form!r} cannot be read; {nearest(str(form), FORMATS)}")
         weights, entry = group.get("weights"), group.get("input_activations")
         if not isinstance(weights, Mapping):
             return "its group has no weights"
         if "weight_g_idx" in tensors:
-            return "its columns are permuted (activation order: weight_g_idx), which no target supports"
+            return Unread("its columns are permuted (activation order: weight_g_idx), which no target supports")
         if not self.is_symmetric(module):
-            return "asymmetric, as its group says, and every format here is symmetric; compress it with symmetric=True"
+            return Unread(ASYMMETRIC)
         if points := sorted({"weight_zero_point", "input_zero_point"} & tensors.keys()):
-            return (
+            return Unread(
                 f"asymmetric: its {' and '.join(points)} is not 0, and every format here is symmetric; compress it "
                 "with symmetric=True"
             )
@@ -71,7 +72,7 @@ class Compressed:
         names |= {"shape": "weight_shape"} if form == "pack-quantized" else {}
         inputs = _numeric(entry) if isinstance(entry, Mapping) else None
         if isinstance(inputs, str):
-            return f"input activations: {inputs}"
+            return Unread(f"input activations: {inputs}")
         packed = "int32" if form == "pack-quantized" else "in" if "pack" in form else "byte"
         return StorageLayout(Format((numeric,), inputs), names, packed, wide, self.shapes.get(module, ()))
 
@@ -97,13 +98,15 @@ def _numeric(args: Mapping[str, Any]) -> Numeric | str:
     """Return the numeric of one set of quantization arguments, or why it is not supported."""
     dtype = DTYPES.get((str(args.get("type", "int")), words.whole(args.get("num_bits"), f"{HERE}: num_bits", 8)))
     if dtype is None:
-        return f"{args.get('num_bits')} bits of {args.get('type')} are not supported; known: 4 or 8 of int or float"
+        return Unread(
+            f"{args.get('num_bits')} bits of {args.get('type')} are not supported; known: 4 or 8 of int or float"
+        )
     size, dynamic = args.get("group_size"), bool(args.get("dynamic", False))
     strategy = args.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy == "token":
         return Numeric(dtype, "token", dynamic=dynamic)
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        return f"strategy {strategy!r} is not supported; {nearest(str(strategy), STRATEGIES)}"
+        return Unread(f"strategy {strategy!r} is not supported; {nearest(str(strategy), STRATEGIES)}")
     block: tuple[int, ...] = ()
     if strategy == "block":
         block = words.block(args.get("block_structure"), f"{HERE}: block_structure")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from bridge.core.errors import SourceError
@@ -92,10 +93,18 @@ def matches(pattern: str, name: str, where: str) -> bool:
 
     SourceError for one whose matching might not end: repeats within repeats, or too many.
     """
-    if len(pattern) > MAX_PATTERN or len(name) > MAX_PATTERN:
-        raise SourceError(f"{where}: a pattern or a name of more than {MAX_PATTERN} characters")
+    if len(name) > MAX_PATTERN:
+        raise SourceError(f"{where}: a name of more than {MAX_PATTERN} characters")
+    return compiled(pattern, where).match(name) is not None
+
+
+@lru_cache
+def compiled(pattern: str, where: str) -> re.Pattern[str]:
+    """The regular expression; SourceError as `matches` has it."""
+    if len(pattern) > MAX_PATTERN:
+        raise SourceError(f"{where}: a pattern of more than {MAX_PATTERN} characters")
     try:
-        compiled = re.compile(pattern)
+        result = re.compile(pattern)
         repeats = _repeats(re._parser.parse(pattern), False)  # type: ignore[attr-defined]
     except (re.error, RecursionError, OverflowError) as error:
         raise SourceError(f"{where}: {pattern[:80]!r} is not a regular expression: {error}") from error
@@ -104,7 +113,7 @@ def matches(pattern: str, name: str, where: str) -> bool:
             f"{where}: {pattern[:80]!r} has repeats within repeats, or more than {MAX_REPEATS}, and matching it might "
             "not end; name the modules instead"
         )
-    return compiled.match(name) is not None
+    return result
 
 
 def _repeats(parsed: Any, inside: bool) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from bridge.core.text import nearest
 from bridge.core.values import Format, Numeric, TensorSpec
 from bridge.sources.quantized import fields as words
-from bridge.sources.quantized.parts import StorageLayout
+from bridge.sources.quantized.parts import StorageLayout, Unread
 
 _E4M3 = Numeric("float8_e4m3fn", "tensor")
 _INT8 = Numeric("int8", "channel")
@@ -60,7 +60,7 @@ class ModelOpt:
         settings = {**self.settings, **words.mapping(own, f"quantized_layers: {module[:200]}")}
         name = str(settings.get("quant_algo"))
         if name.upper() not in ALGORITHMS:
-            return f"quant_algo {name!r} is unknown; {nearest(name.upper(), ALGORITHMS)}"
+            return Unread(f"quant_algo {name!r} is unknown; {nearest(name.upper(), ALGORITHMS)}")
         weight, entry = ALGORITHMS[name.upper()]
         block = settings.get("group_size")
         if weight[0].dtype == "int4" and block is not None:

@@ -50,6 +50,10 @@ class StorageLayout:
     shape: tuple[int, ...] = ()
 
 
+class Unread(str):
+    """Why a layout is not read here, though its tensors may be whole."""
+
+
 class Reader(Protocol):
     """The config of one writer."""
 
@@ -62,7 +66,7 @@ class Reader(Protocol):
         """The numeric of keys and values, if they have scales."""
 
     def layout(self, module: str, tensors: Mapping[str, TensorSpec]) -> StorageLayout | str:
-        """The layout of `module`, from the specs of its tensors by suffix, or why it is not supported."""
+        """The layout of `module`, from the specs of its tensors by suffix, or why there is none."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +121,16 @@ class QuantizedWeight:
 
 @dataclass(frozen=True)
 class QuantizedTensors:
-    """The quantized modules of a checkpoint, the KV scales of attention modules, the tensors used, all problems."""
+    """The quantized modules of a checkpoint, the KV scales of attention modules, the tensors used, all problems.
+
+    `unread`: those of the problems that are about layouts; see `Unread`.
+    """
 
     stored: dict[str, QuantizedWeight] = field(default_factory=dict)
     attention: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
     used: frozenset[str] = frozenset()
     problems: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 KV_SUFFIXES = {
@@ -148,7 +156,8 @@ def take(reader: Reader, weights: Weights, dtype: str) -> QuantizedTensors:
             stored[module] = weight
         else:
             problems += [("", text) for text in weight]
-    return QuantizedTensors(stored, attention, frozenset(used), tuple(fold_problems(problems)))
+    unread = fold_problems(problem for problem in problems if isinstance(problem[1], Unread))
+    return QuantizedTensors(stored, attention, frozenset(used), tuple(fold_problems(problems)), tuple(unread))
 
 
 def _modules(reader: Reader, specs: Mapping[str, TensorSpec], used: set[str]) -> dict[str, dict[str, TensorSpec]]:

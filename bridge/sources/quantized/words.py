@@ -19,7 +19,7 @@ import numpy as np
 from bridge.core.values import Format, Numeric, TensorSpec
 from bridge.quant.codec.blocks import IN_INT32
 from bridge.sources.quantized import fields as words
-from bridge.sources.quantized.parts import Array, QuantizedTensors, StorageLayout, take
+from bridge.sources.quantized.parts import Array, QuantizedTensors, StorageLayout, Unread, take
 from bridge.sources.weights.shards import Shard, Weights
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
@@ -87,11 +87,11 @@ def _numeric(section: Mapping[str, Any], method: str) -> Numeric | str:
     bits = words.whole(section.get("bits", section.get("w_bit")), f"{where}: bits", 4)
     size = words.whole(section.get("group_size", section.get("q_group_size")), f"{where}: group_size", 128)
     if bits not in ((4,) if method == "awq" else DTYPES):
-        return f"{bits} bits of {method} are not supported; known: 4{'' if method == 'awq' else ' or 8'}"
+        return Unread(f"{bits} bits of {method} are not supported; known: 4{'' if method == 'awq' else ' or 8'}")
     if method == "gptq" and _form(section) not in FORMS:
-        return f"checkpoint_format {section['checkpoint_format']!r} is not supported; known: {', '.join(FORMS)}"
+        return Unread(f"checkpoint_format {_form(section)!r} is not supported; known: {', '.join(FORMS)}")
     if str(section.get("version", "gemm")).lower() != "gemm":
-        return f"version {section['version']!r} of AutoAWQ is not supported; known: gemm"
+        return Unread(f"version {section['version']!r} of AutoAWQ is not supported; known: gemm")
     if size <= 0:
         return Numeric(DTYPES[bits], "channel")
     return Numeric(DTYPES[bits], "block", (size,))
@@ -142,7 +142,7 @@ def _misfit(
         if order.shape != (in_,):
             return f"g_idx has shape {order.shape}, but its weight has {in_} columns"
         if (weights.read(order.name) != np.arange(in_) // block).any():
-            return "its columns are permuted (activation order: g_idx), which no target supports"
+            return Unread("its columns are permuted (activation order: g_idx), which no target supports")
     elif section.get("desc_act") and numeric.block:
         return "its columns may be permuted (desc_act is true), and no g_idx says in which order"
     return ""
@@ -164,7 +164,7 @@ def _zeros(zeros: TensorSpec, numeric: Numeric, section: Mapping[str, Any], pack
             f"its zero points (qzeros) are the middle of the range in checkpoint_format {other!r}, not in {form!r}, "
             f"which quantization_config names; if {other!r} is right, write it there"
         )
-    return f"asymmetric: its zero points (qzeros) are not the middle of the range, and {REMEDY}"
+    return Unread(f"asymmetric: its zero points (qzeros) are not the middle of the range, and {REMEDY}")
 
 
 def _by_row(shape: tuple[int, ...], numeric: Numeric, packed: str) -> tuple[int, int]:

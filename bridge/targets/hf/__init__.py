@@ -191,7 +191,10 @@ class Hf(StreamedTarget):
         files = _config_files(plan, config)
         files = {names.at(name): content for name, content in files.items()}
         if len(plan.files) > 1:
-            files[names.index] = index(plan.files, sum(o.spec.size for o in plan.outputs if o.part == "weight"))
+            count = sum(
+                o.spec.size for o in plan.outputs if o.part == "weight"
+            )  # without scales, like `num_parameters`
+            files[names.index] = index(plan.files, {"total_parameters": count})
         if GENERATION in source.side_files:
             files[GENERATION] = generation_config(source.side_files[GENERATION])
         written = write_checkpoint(context, directory, files)

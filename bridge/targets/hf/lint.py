@@ -36,7 +36,7 @@ class Rule(NamedTuple):
 
 
 PROMISED = (
-    "error [drafts] config.json promises draft layers, and the files lack {what}; set the number to 0, or convert the "
+    "error [drafts] config.json promises draft layers that are not whole: {what}; set the number to 0, or convert the "
     "whole checkpoint"
 )
 RULES = {
@@ -93,7 +93,7 @@ def _readable(directory: Path) -> Iterator[str]:
         yield from (f"error [tensors] {line.strip()}" for line in str(error).splitlines())
         return
     if quantized is None:
-        yield "error [config] quantization_config says that weights are quantized, but none is"
+        yield "error [leftover] quantization_config says that weights are quantized, but none is"
 
 
 def _index(directory: Path, files: Mapping[str, list[str]], known: Names) -> Iterator[str]:
@@ -140,8 +140,8 @@ def _modules(section: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Ite
         if rule is None:
             yield f"error [algorithm] {module}: has a weight_scale, but its algorithm is {algo!r}"
             continue
-        for problem in _module(rule, module, specs):
-            yield f"error [{algo}] {module}: {problem}"
+        for code, problem in _module(rule, str(algo), module, specs):
+            yield f"error [{code}] {module}: {problem}"
         if any(fnmatchcase(module, pattern) for pattern in section.get("ignore", ())):
             yield f"error [ignore] {module}: is quantized, but on the list of unquantized modules"
     kv = [name for name in specs if name.endswith((".k_scale", ".v_scale"))]
@@ -168,15 +168,17 @@ def _layer(layers: Mapping[str, Any], module: str) -> str | None:
     return (layers.get(module) or layers.get(f"{block}.experts") or {}).get("quant_algo")
 
 
-def _module(rule: Rule, module: str, specs: Mapping[str, TensorSpec]) -> Iterator[str]:
+def _module(rule: Rule, algo: str, module: str, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str]]:
+    """Codes and problems: the code is the algorithm, or the part of a module that is missing."""
     codes, scale = specs.get(f"{module}.weight"), specs[f"{module}.weight_scale"]
     if codes is None:
-        yield "has a weight_scale, but no weight"
+        yield algo, "has a weight_scale, but no weight"
         return
     if (codes.dtype, scale.dtype) != (rule.codes, rule.scale) or len(codes.shape) != 2:
         yield (
+            algo,
             f"weight is {codes.dtype} {codes.shape} and its scale {scale.dtype}; runtimes read a matrix of "
-            f"{rule.codes} and {rule.scale}"
+            f"{rule.codes} and {rule.scale}",
         )
         return
     out, in_ = codes.shape[0] * rule.packs[0], codes.shape[1] * rule.packs[1]
@@ -187,13 +189,15 @@ def _module(rule: Rule, module: str, specs: Mapping[str, TensorSpec]) -> Iterato
         "block": (out, scale.shape[-1] if scale.shape else 0),
     }
     if scale.shape != shapes[rule.per] or (rule.per == "block" and in_ % (scale.shape[-1] or 1)):
-        yield f"weight_scale {scale.shape} does not fit a weight [{out}, {in_}] with one scale per {rule.per}"
+        yield algo, f"weight_scale {scale.shape} does not fit a weight [{out}, {in_}] with one scale per {rule.per}"
     for part, needed in (("input_scale", rule.entry), ("weight_scale_2", rule.second)):
         part_spec = specs.get(f"{module}.{part}")
-        if needed != (part_spec is not None):
-            yield f"{part} is {'missing' if needed else 'present, but nothing reads it'}"
+        if needed and part_spec is None:
+            yield part, f"{part} is missing"
+        elif part_spec is not None and not needed:
+            yield algo, f"{part} is present, but nothing reads it"
         elif part_spec is not None and (part_spec.dtype, part_spec.shape) != ("float32", ()):
-            yield f"{part} is {part_spec.dtype} {part_spec.shape}; runtimes read one float32"
+            yield algo, f"{part} is {part_spec.dtype} {part_spec.shape}; runtimes read one float32"
 
 
 def _scalars(holder: Mapping[str, SafetensorsFile]) -> Iterator[str]:
@@ -202,4 +206,5 @@ def _scalars(holder: Mapping[str, SafetensorsFile]) -> Iterator[str]:
         if name.endswith(SCALARS) and file.specs[name].dtype == "float32" and not file.specs[name].shape:
             value = float(file.read(name))
             if not (math.isfinite(value) and value > 0):
-                yield f"error [scale] {name}: is {value}, not finite and positive"
+                code = "input_scale" if name.endswith("input_scale") else "scale"
+                yield f"error [{code}] {name}: is {value}, not finite and positive"

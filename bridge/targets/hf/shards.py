@@ -72,9 +72,9 @@ def divide(specs: Sequence[TensorSpec], limit: int, names: Names = TRANSFORMERS)
     return {name: file for file, tensors in files.items() for name in tensors}
 
 
-def index(files: Mapping[str, Sequence[TensorSpec]], parameters: int) -> bytes:
-    """Return the content of the index; `parameters` counts stored elements without scales, like `num_parameters`."""
+def index(files: Mapping[str, Sequence[TensorSpec]], metadata: Mapping[str, Any]) -> bytes:
+    """Return the content of the index; it adds the size of all tensors, in bytes, to `metadata`."""
     total = sum(spec.nbytes for specs in files.values() for spec in specs)
     weight_map = {spec.name: PurePosixPath(file).name for file, specs in files.items() for spec in specs}
-    content = {"metadata": {"total_parameters": parameters, "total_size": total}, "weight_map": weight_map}
+    content = {"metadata": {**metadata, "total_size": total}, "weight_map": weight_map}
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -1,4 +1,4 @@
-"""Products of weights in INT8 or INT4 that get inputs of their own, where TensorRT for RTX would join them and stop.
+"""Products of integer weights, which get inputs of their own.
 
 TensorRT for RTX 1.7 multiplies matrices that read one value at once. Of weights that are quantized alone, without
 inputs, it then crashes (INT8: signal 11; INT4: `vector::_M_range_check`) if products before read the same weights, as

@@ -5,6 +5,7 @@ Only headers and JSON are read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +31,7 @@ SINGLE = "model.safetensors"
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 BEFORE = ("module.", "base_model.model.")  # DDP and DeepSpeed, PEFT
 OTHERS = ("adapter", "consolidated")  # how files of other checkpoints in the same directory begin
+_NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class Renamed:
 class Checkpoint:
     """A directory of safetensors with config.json. Tensors have their names without what wrappers put around them.
 
-    `stored`: name -> the name in its file. `twice`: names that several files have, or that several tensors would get.
-    `index`: that of the directory, None without one.
+    `files`: those that programs read. `stored`: name -> the name in its file. `twice`: names that several files have,
+    or that several tensors would get. `index`: that of the directory, None without one.
     """
 
     directory: Path
@@ -80,6 +82,11 @@ class Checkpoint:
         inner = (self.modelopt or {}).get("quantization")
         own = {"quant_method": "modelopt", **inner} if isinstance(inner, Mapping) else {}
         return next(sections(self.config), own)
+
+    @property
+    def placed(self) -> Mapping[str, str]:
+        """What the index says: tensor -> file."""
+        return _placed(self.index)
 
     @property
     def method(self) -> str:
@@ -111,7 +118,8 @@ class Checkpoint:
 
 def is_checkpoint(directory: Path) -> bool:
     """Whether a directory has config.json and weights in safetensors."""
-    return (directory / "config.json").is_file() and bool(_names(directory))
+    own = (directory / INDEX).is_file() or not all(name.startswith(OTHERS) for name in safetensors(directory))
+    return own and (directory / "config.json").is_file() and bool(safetensors(directory))
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -120,8 +128,10 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     if is_diffusion(config):
         raise SourceError(f"{directory}: a model of diffusers, which is not looked through")
     index = read_json(directory / INDEX) if (directory / INDEX).is_file() else None
-    files = {name: SafetensorsFile(directory / name) for name in _names(directory)}
+    files = {name: SafetensorsFile(directory / name) for name in _read(directory, index)}
     every = [(name, file) for file in files.values() for name in file.specs]
+    placed = _placed(index)
+    every.sort(key=lambda row: placed.get(row[0]) == row[1].path.name)  # the last one of a name counts
     plain = [(unwrapped(name), name, file) for name, file in every]
     names = {name for name, _, _ in plain}
     if len(names) < len({name for name, _ in every}):  # two tensors would have one name
@@ -148,11 +158,23 @@ def unwrapped(name: str) -> str:
     return plain
 
 
-def _names(directory: Path) -> list[str]:
-    """The weight files: those called as transformers calls them, else all but those of other checkpoints."""
-    every = sorted(path.name for path in directory.glob("*.safetensors") if path.is_file())
-    own = [name for name in every if name.startswith("model")]
+def safetensors(directory: Path) -> list[str]:
+    """The names of all files of safetensors in a directory."""
+    return sorted(path.name for path in directory.glob("*.safetensors") if path.is_file())
+
+
+def _read(directory: Path, index: dict[str, Any] | None) -> list[str]:
+    """The weight files: those that the index names, else those that transformers reads, else all of no other model."""
+    every, named = safetensors(directory), {*_placed(index).values()}
+    if own := [name for name in every if name in named]:
+        return own
+    own = [SINGLE] if SINGLE in every else [name for name in every if _NUMBERED.fullmatch(name)]
     return own or [name for name in every if not name.startswith(OTHERS)]
+
+
+def _placed(index: dict[str, Any] | None) -> Mapping[str, str]:
+    weight_map = (index or {}).get("weight_map")
+    return {k: str(file) for k, file in weight_map.items()} if isinstance(weight_map, dict) else {}
 
 
 def _modelopt(directory: Path) -> dict[str, Any] | None:

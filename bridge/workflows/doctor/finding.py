@@ -12,7 +12,7 @@ from bridge.planning.faults import FAULTS, NOTE
 
 SERVING = ("vllm", "sglang", "transformers", "trtllm")  # what loads checkpoints as others write them
 NOT_SHOWN = "not shown"
-REPAIR = "qbridge repair DIR --out NEW"
+COMMAND = "qbridge repair DIR --out NEW"
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Finding:
     rule: str
     what: str
     where: tuple[str, ...] = ()
-    mend: str = REPAIR
+    mend: str = COMMAND
     repairs: bool = False
 
     @property
@@ -51,9 +51,14 @@ class Finding:
     def __str__(self) -> str:
         return "\n    ".join(self._lines())
 
-    def _lines(self) -> Iterator[str]:
+    @property
+    def told(self) -> str:
+        """One line: how bad it is, its rule, where, and what."""
         names = first_of(fold_layers(self.where), SHOWN)
-        yield f"{self.severity} [{self.rule}] {names}{': ' if names else ''}{self.what}"
+        return f"{self.severity} [{self.rule}] {names}{': ' if names else ''}{self.what}"
+
+    def _lines(self) -> Iterator[str]:
+        yield self.told
         programs = self.programs()
         yield from (f"{program}: {does}" for program, does in programs.items() if does != NOT_SHOWN)
         if silent := [program for program, does in programs.items() if does == NOT_SHOWN]:

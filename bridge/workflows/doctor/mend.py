@@ -48,7 +48,7 @@ def mend(checkpoint: Checkpoint, findings: Iterable[Finding]) -> Mending:
         config = without_promise(config, checkpoint.specs)
     if "leftover" in rules:
         config, modelopt = without(config), None
-    elif rules & {"ignored-codes", "not-ignored", "ignores-nothing"}:
+    elif rules & {"ignored-codes", "not-ignored"}:
         _set_list(config, modelopt, checkpoint.method, mended(checkpoint))
     rescaled = _rescaled(checkpoint) if "global-scales" in rules else {}
     return Mending(names, rescaled, config, modelopt)

@@ -10,8 +10,8 @@ from bridge.planning.drafts import drafts_among, lacking
 from bridge.streaming.run import equal_bits
 from bridge.tables.architectures.arch import arch_file, row_names
 from bridge.tables.architectures.match import architecture_of
-from bridge.workflows.doctor.checkpoint import INDEX, SINGLE, Checkpoint
-from bridge.workflows.doctor.finding import REPAIR, Finding
+from bridge.workflows.doctor.checkpoint import INDEX, OTHERS, SINGLE, Checkpoint, safetensors
+from bridge.workflows.doctor.finding import COMMAND, Finding
 
 AGAIN = "get the checkpoint again"
 GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
@@ -24,9 +24,9 @@ HEADS, EMBEDDINGS = (
 def draft_layers(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Draft layers that the config promises and the files lack."""
     if missing := lacking(checkpoint.config, checkpoint.specs):
-        what = f"the config promises draft layers, and the files lack {first_of(fold_layers(missing), SHOWN)}"
+        what = f"the config promises draft layers that are not whole: {first_of(fold_layers(missing), SHOWN)}"
         none = not drafts_among(checkpoint.specs, checkpoint.config)
-        yield Finding("drafts", what, (), REPAIR if none else f"{AGAIN}, or remove the rest of the layer", none)
+        yield Finding("drafts", what, (), COMMAND if none else f"{AGAIN}, or remove the rest of the layer", none)
 
 
 def heads(checkpoint: Checkpoint) -> tuple[str, str]:
@@ -55,12 +55,13 @@ def output_head(checkpoint: Checkpoint) -> Iterator[Finding]:
         if equal_bits(weights, specs[head], weights, specs[embedding]):
             yield Finding("head-twice", "is stored beside the embedding that it is tied to", (head,), repairs=True)
         else:
-            what = f"differs from {embedding}, and the config ties them: one is dropped"
+            what = f"differs from {embedding}, and the config ties them: programs disagree on which of them counts"
             yield Finding("head-differs", what, (head,), repairs=True)
-    own = any(word in HEADS for name in checkpoint.specs for word in name.split("."))
+    # drafts of EAGLE take the head of their model, and `fc` joins hidden states and tokens
+    own = "fc.weight" in checkpoint.specs or any(word in HEADS for name in checkpoint.specs for word in name.split("."))
     if not tied and embedding and not own:
         what = "tie_word_embeddings is false, and there is no output head"
-        mend = f"{REPAIR}, which ties it to the embedding: right if it was trained so, else get the checkpoint again"
+        mend = f"{COMMAND}, which ties it to the embedding: right if it was trained so, else get the checkpoint again"
         yield Finding("head-missing", what, (), mend, repairs=True)
 
 
@@ -78,8 +79,9 @@ def memory_names(checkpoint: Checkpoint) -> Iterator[Finding]:
     unknown = [n for n in checkpoint.specs if _kind(n) not in known and n not in drafts_among([n], checkpoint.config)]
     in_memory = [n for n in unknown if "language_model" in n or ".experts." in n]
     if in_memory:
-        what = "is a name in the model in memory: checkpoints of this architecture have others"
-        yield Finding("names", what, tuple(in_memory), "write it with `save_pretrained`, which gives the names back")
+        what = "is a name in the model in memory: other programs may read those of checkpoints alone"
+        mend = "give the tensors to a model that was loaded from names of checkpoints, and save it with save_pretrained"
+        yield Finding("memory-names", what, tuple(in_memory), mend)
 
 
 def _kind(name: str) -> str:
@@ -88,29 +90,39 @@ def _kind(name: str) -> str:
 
 
 def files(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """An index that is missing or does not agree with the files, and tensors that are twice there."""
+    """An index that is missing or does not agree with its files, tensors that are twice there, files beside them."""
+    shards, placed = checkpoint.files, checkpoint.placed
+    lost = {*placed.values()} - {*shards}
+    beside = [name for name in safetensors(checkpoint.directory) if name not in shards]
+    two = checkpoint.index is not None and SINGLE in beside
     if checkpoint.twice:
         yield Finding("index", "is in more than one file, or more than one tensor", checkpoint.twice, AGAIN)
-    held = {own: file for file, shard in checkpoint.files.items() for own in shard.specs}
-    if checkpoint.index is None:
-        if {*checkpoint.files} != {SINGLE}:
-            what = f"without {INDEX} only {SINGLE} is loaded, and the weights are in {named(checkpoint.files)}"
-            yield Finding("index", what, repairs=not checkpoint.twice)
-        return
-    weight_map = checkpoint.index.get("weight_map")
-    placed: Mapping[str, Any] = weight_map if isinstance(weight_map, Mapping) else {}
-    lost = {str(file) for file in placed.values()} - {*checkpoint.files}
+    if two:
+        what = f"transformers reads {SINGLE}, and servers the files that {INDEX} names: two checkpoints"
+        yield Finding("index", what, (), "keep one of them")
+    elif others := [name for name in beside if not name.startswith(OTHERS)]:
+        what = f"{INDEX} does not name it" if checkpoint.index is not None else f"not read beside {named(shards)}"
+        yield Finding("other-files", what, tuple(others), "none needed: `repair` leaves it out")
     if lost:
-        yield Finding("index", f"{INDEX} names {named(lost)}, which are not there", (), AGAIN)
-    if stale := [name for name, file in placed.items() if name not in held and file in checkpoint.files]:
-        yield Finding("index", f"{INDEX} names it, and no file has it", tuple(stale), repairs=not lost)
-    if out := [name for name, file in held.items() if placed.get(name) != file]:
+        yield Finding("index", f"{INDEX} names {named(lost)}, which are not in the directory", (), AGAIN)
+    if checkpoint.twice or lost or two:
+        return
+    if checkpoint.index is None:
+        if {*shards} != {SINGLE}:
+            what = f"without {INDEX} only {SINGLE} is loaded, and the weights are in {named(shards)}"
+            yield Finding("index", what, repairs=True)
+        return
+    right = {name for name, file in placed.items() if name in shards[file].specs}
+    held = {own: file for file, shard in shards.items() for own in shard.specs}
+    if stale := [name for name in placed if name not in held]:
+        yield Finding("index", f"{INDEX} names it, and no file has it", tuple(stale), repairs=True)
+    if out := [name for name in held if name not in right]:
         what = f"{INDEX} does not place it in {first_of(sorted({held[name] for name in out}), 3)}, which has it"
-        yield Finding("index", what, tuple(out), repairs=not lost)
+        yield Finding("index", what, tuple(out), repairs=True)
     metadata = checkpoint.index.get("metadata")
     said = metadata.get("total_size") if isinstance(metadata, Mapping) else None
     total = total_size(checkpoint)
-    if said is not None and said != total and not lost:
+    if said is not None and said != total:
         what = f"{INDEX} says {said} bytes, the tensors have {total}"
         yield Finding("index-size", what, repairs=True)
 

@@ -27,6 +27,7 @@ from bridge.sources.side_files import SideFiles, plain_side_files
 from bridge.streaming.run import equal_bits
 from bridge.streaming.tensor_file import TensorFile
 from bridge.targets.checkpoint import StreamedTarget
+from bridge.targets.hf.shards import index
 from bridge.targets.write import write_side_file
 from bridge.workflows.doctor.checkpoint import INDEX, SINGLE, Checkpoint, is_checkpoint, open_checkpoint
 from bridge.workflows.doctor.examine import examine
@@ -66,7 +67,7 @@ class Repaired:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield from (f"mended: {str(finding).partition(chr(10))[0]}" for finding in self.mended)
+        yield from (f"mended: {finding.told}" for finding in self.mended)
         if self.losses:
             lossless = sum(loss == 0 for loss in self.losses.values())
             worst = max(self.losses, key=lambda module: self.losses[module])
@@ -115,11 +116,7 @@ def repair(
     callback = callback_of(progress)
     callback(0, 0, "check")
     checkpoint = open_checkpoint(source)
-    findings = examine(checkpoint)
-    if not any(finding.repairs for finding in findings):
-        found = number(len(findings), "finding")
-        more = f"; `qbridge check {source}` says what mends the {found}" if findings else ""
-        raise UsageError(f"{source}: nothing that can be mended without the source{more}; nothing was written")
+    findings = _mendable(checkpoint)
     check_disk(target, total_size(checkpoint), "the repair")
     mending = mend(checkpoint, findings)
     sides = plain_side_files(source, checkpoint.weights)
@@ -131,6 +128,18 @@ def repair(
         record = {"qbridge": __version__, "made_from": str(source), **result.to_dict()}
         write_side_file((json.dumps(record, indent=2) + "\n").encode(), work.directory / REPAIR)
     return result
+
+
+def _mendable(checkpoint: Checkpoint) -> list[Finding]:
+    """The findings; UsageError if nothing can be mended, or it is not clear which tensors are the model's."""
+    source, findings = checkpoint.directory, examine(checkpoint)
+    if stuck := next((finding for finding in findings if finding.rule == "index" and not finding.repairs), None):
+        raise UsageError(f"{source}: {stuck.told}; {stuck.mend} first; nothing was written")
+    if not any(finding.repairs for finding in findings):
+        found = number(len(findings), "finding")
+        more = f"; `qbridge check {source}` says what mends the {found}" if findings else ""
+        raise UsageError(f"{source}: nothing that can be mended without the source{more}; nothing was written")
+    return findings
 
 
 def _refused(directory: str | Path, out: str | Path, overwrite: bool) -> tuple[Path, Path]:
@@ -200,7 +209,9 @@ def _write(checkpoint: Checkpoint, mending: Mending, sides: SideFiles, work: Wor
         elif data != before:
             (work.directory / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     if checkpoint.index is not None or {*weight_map.values()} != {SINGLE}:
-        _write_index(checkpoint, weight_map, work.directory)
+        metadata = (checkpoint.index or {}).get("metadata")
+        specs = {name: [*SafetensorsFile(work.directory / name).specs.values()] for name in {*weight_map.values()}}
+        (work.directory / INDEX).write_bytes(index(specs, metadata if isinstance(metadata, dict) else {}))
 
 
 def _write_file(
@@ -219,16 +230,6 @@ def _write_file(
         for piece in pieces:
             target.write(new, piece, at)
             at += piece.nbytes
-
-
-def _write_index(checkpoint: Checkpoint, weight_map: dict[str, str], directory: Path) -> None:
-    """Write the index, as transformers does, with what else the old one has in its metadata."""
-    metadata = (checkpoint.index or {}).get("metadata")
-    files = [SafetensorsFile(directory / name) for name in {*weight_map.values()}]
-    size = sum(spec.nbytes for file in files for spec in file.specs.values())
-    known = {**(metadata if isinstance(metadata, dict) else {}), "total_size": size}
-    text = json.dumps({"metadata": known, "weight_map": weight_map}, indent=2, sort_keys=True)
-    (directory / INDEX).write_text(text + "\n", encoding="utf-8")
 
 
 def _verified(

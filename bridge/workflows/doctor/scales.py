@@ -14,8 +14,10 @@ from bridge.workflows.doctor.checkpoint import Checkpoint
 from bridge.workflows.doctor.finding import Finding
 
 CALIBRATE = "no file has it: quantize the model again, with data"
-# last components of names that some writers or servers give scales of keys and values
-_CACHE = re.compile(r"(?:k|v|kv|q|key|value|prob)(?:_cache)?_(?:scale|scaling_factor)|output_scale")
+# last components of names that some writers or servers give scales of queries, keys, values and probabilities
+_CACHE = re.compile(r"(?:k|v|kv|q|key|value|prob)(?:_cache)?_(?:scale|scaling_factor)|(?:prob_)?output_scale")
+_OLD = (".kv_scale", ".q_proj.output_scale", ".self_attn.prob_output_scale")  # servers read them too
+RENAME = "rename scales of keys and values to k_proj.k_scale and v_proj.v_scale"
 _IN_SERVER = re.compile(r"(.+\.\w*att\w*)\.attn\.([kv])_scale")  # the parameter in models of vLLM and SGLang
 
 
@@ -74,6 +76,11 @@ def input_scales(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding("input-scales-invalid", "is zero, negative, NaN or infinite", tuple(wrong), CALIBRATE)
 
 
+def is_cache_scale(name: str) -> bool:
+    """Whether a name is that of a scale of the KV cache, in any writer's words."""
+    return _CACHE.fullmatch(name.rpartition(".")[2]) is not None
+
+
 def cache_names(checkpoint: Checkpoint) -> dict[str, str]:
     """Names that are those of parameters in a server -> the names that servers read in checkpoints."""
     of_parts = checkpoint.method == "modelopt"
@@ -86,18 +93,20 @@ def cache_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def cache_scales(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Scales of keys and values that no server reads, that the config does not announce, or that it announces alone."""
+    """Scales of keys and values under other names, that the config does not announce, or that it announces alone."""
     read = tuple(suffix for suffixes in KV_SUFFIXES.values() for suffix in suffixes)
     in_server = cache_names(checkpoint)
-    cache = [name for name in checkpoint.specs if _CACHE.fullmatch(name.rpartition(".")[2])]
-    unread = [name for name in cache if not name.endswith(read)]
+    cache = [name for name in checkpoint.specs if is_cache_scale(name)]
+    old = [name for name in cache if name.endswith(_OLD) and name not in in_server]
+    unread = [name for name in cache if not name.endswith((*read, *_OLD))]
     if in_server:
         what = "is the name of a parameter in a server, not in a checkpoint: the scale is dropped"
         yield Finding("kv-names", what, tuple(in_server), repairs=True)
+    if old:
+        yield Finding("kv-other-names", "is a name of a scale that some servers read", tuple(old), RENAME)
     if unread:
-        what = "is a name of a KV scale that no server here reads: the scale is dropped"
-        yield Finding("kv-names", what, tuple(unread), "rename them to k_proj.k_scale and v_proj.v_scale")
-    kept = [name for name in cache if name not in unread]
+        yield Finding("kv-unknown-names", "is no name of a KV scale that is known here", tuple(unread), RENAME)
+    kept = [name for name in cache if name.endswith((*read, ".kv_scale"))]
     if kept and checkpoint.method and not declared(checkpoint):
         what = "scales of keys and values, and no kv_cache_scheme in the config: they are dropped"
         yield Finding("kv-undeclared", what, tuple(kept), "add kv_cache_scheme, or start the server with its fp8 cache")

@@ -104,6 +104,87 @@ def test_weights_in_a_file_of_another_name_get_an_index(tmp_path: Path) -> None:
     assert check_path(tmp_path / "new") == []
 
 
+def reads_as_before(broken: Path, new: Path) -> None:
+    """transformers makes the same model of both."""
+    with oracle._quiet():
+        one, other = (transformers.LlamaForCausalLM.from_pretrained(of, dtype="auto") for of in (broken, new))
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items())
+
+
+def renamed(directory: Path, before: str, after: str) -> None:
+    """Rename a file that the index names."""
+    (directory / before).rename(directory / after)
+
+    def change(index: dict[str, Any]) -> None:
+        placed = index["weight_map"]
+        index["weight_map"] = {name: after if file == before else file for name, file in placed.items()}
+
+    edited(directory / "model.safetensors.index.json", change)
+
+
+def test_a_stale_file_that_the_index_does_not_name_never_gets_into_the_repaired_one(tmp_path: Path) -> None:
+    broken = made("plain", plain, tmp_path)
+    held = tensors(broken)
+    for file in broken.glob("*.safetensors"):
+        file.unlink()
+    save_file(held, broken / "model-00001-of-00001.safetensors", {"format": "pt"})
+
+    def whole_index(index: dict[str, Any]) -> None:
+        index["weight_map"] = dict.fromkeys(held, "model-00001-of-00001.safetensors")
+
+    edited(broken / "model.safetensors.index.json", whole_index)
+    save_file({name: t * 0 for name, t in held.items()}, broken / "model-00001-of-00002.safetensors", {"format": "pt"})
+    assert rules(broken) == ["other-files"] and not any(problem.fatal for problem in check_path(broken))
+    with pytest.raises(UsageError, match="nothing that can be mended"):
+        bridge.repair(broken, tmp_path / "new")
+    promises_drafts(broken)
+    bridge.repair(broken, tmp_path / "new")
+    reads_as_before(broken, tmp_path / "new")
+    assert not (tmp_path / "new" / "model-00001-of-00002.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["mtp.safetensors", "consolidated.safetensors"])
+def test_a_file_that_the_index_names_is_kept_whatever_it_is_called(name: str, tmp_path: Path) -> None:
+    broken = made("plain", plain, tmp_path)
+    renamed(broken, sorted(broken.glob("*.safetensors"))[-1].name, name)
+    assert check_path(broken) == []
+    promises_drafts(broken)
+    bridge.repair(broken, tmp_path / "new")
+    reads_as_before(broken, tmp_path / "new")
+    assert set(tensors(broken)) == set(tensors(tmp_path / "new"))
+
+
+def test_nothing_is_mended_while_it_is_not_clear_which_tensors_are_the_models(tmp_path: Path) -> None:
+    lost, twice, two = (Path(shutil.copytree(once.directory("doctor-plain", plain), tmp_path / n)) for n in "ltw")
+    sorted(lost.glob("*.safetensors"))[-1].unlink()
+    first, second, *_ = sorted(twice.glob("*.safetensors"))
+    name, tensor = next(iter(load_file(first).items()))
+    save_file({**load_file(second), name: tensor * 0}, second, {"format": "pt"})
+    shutil.copy(first, two / "model.safetensors")
+    for broken, words in (
+        (lost, "names model-.*, which are not in the directory"),
+        (twice, f"{name}: is in more than one file"),
+        (two, "transformers reads model.safetensors, and servers"),
+    ):
+        promises_drafts(broken)
+        assert rules(broken).count("index") == 1, check_path(broken)
+        with pytest.raises(UsageError, match=words):
+            bridge.repair(broken, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_files_of_a_variant_are_not_read_beside_the_model(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    with oracle._quiet():
+        stored_checkpoints.llama().save_pretrained(broken)
+        stored_checkpoints.llama(torch.float32).save_pretrained(broken, max_shard_size="900KB", variant="fp32")
+    assert len([*broken.glob("model.fp32-*.safetensors")]) > 1
+    assert rules(broken) == ["other-files"] and not any(problem.fatal for problem in check_path(broken))
+    promises_drafts(broken)
+    bridge.repair(broken, tmp_path / "new")
+    reads_as_before(broken, tmp_path / "new")
+
+
 def test_half_of_the_draft_tensors_cannot_be_mended(tmp_path: Path) -> None:
     broken = made("experts", experts, tmp_path)
     last = [name for name in tensors(broken) if name.startswith("model.layers.1.self_attn")]
@@ -151,6 +232,19 @@ def test_a_head_that_is_nowhere_is_tied(tmp_path: Path) -> None:
     assert not torch.equal(models[0].lm_head.weight, models[1].lm_head.weight), "transformers fills it"
     bridge.repair(broken, tmp_path / "new")
     alike(tmp_path / "new", tmp_path / "good")
+
+
+def test_a_draft_of_eagle_without_a_head_is_whole(tmp_path: Path) -> None:
+    """`fc` joins hidden states and tokens; the head is that of the model that it drafts for."""
+    broken = made("plain", plain, tmp_path)
+    for file in broken.glob("*.safetensors"):
+        held = load_file(file)
+        if "lm_head.weight" in held:
+            held["fc.weight"] = held.pop("lm_head.weight")
+            save_file(held, file, {"format": "pt"})
+    text = (broken / "model.safetensors.index.json").read_text().replace("lm_head.weight", "fc.weight")
+    (broken / "model.safetensors.index.json").write_text(text)
+    assert check_path(broken) == []
 
 
 def decoded(held: dict[str, torch.Tensor], module: str) -> torch.Tensor:
@@ -249,7 +343,7 @@ def test_a_list_that_names_quantized_modules_and_not_the_others_is_mended(tmp_pa
     bridge.repair(broken, tmp_path / "new")
     whole(tmp_path / "new")
     section = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
-    assert section["ignore"] == ["lm_head", "model.layers.1.mlp.down_proj"]
+    assert section["ignore"] == ["lm_head", "model.layers.1", "visual", "model.layers.1.mlp.down_proj"]
     assert set(good) - set(tensors(tmp_path / "new"))
 
 
@@ -269,6 +363,28 @@ def test_a_prefix_in_modelopts_list_takes_other_layers_too(tmp_path: Path) -> No
     own = json.loads((tmp_path / "new" / "hf_quant_config.json").read_text())["quantization"]["exclude_modules"]
     assert own == json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]["ignore"]
     assert own == ["lm_head", "model.layers.1.mlp.gate"]
+
+
+def test_entries_by_suffix_or_with_names_of_servers_stay(tmp_path: Path) -> None:
+    """The first three are those of MiniMax-M2's list."""
+    shapes = {f"model.layers.{layer}.block_sparse_moe.experts.0.w1": (256, 128) for layer in (0, 1)}
+    kept = {
+        "model.layers.0.block_sparse_moe.gate.weight": (2, 128), "model.layers.1.self_attn.q_proj.weight": (256, 128),
+        "model.layers.1.block_sparse_moe.e_score_correction_bias": (2,), "model.norm.weight": (128,),
+    }  # fmt: skip
+    stored_checkpoints.deepseek(tmp_path / "broken", shapes, plain=kept)
+    entries = ["gate", "e_score_correction_bias", "lm_head", "model.layers.1.self_attn.qkv_proj", "visual"]
+
+    def change(config: dict[str, Any]) -> None:
+        config["quantization_config"]["modules_to_not_convert"] = entries
+
+    edited(tmp_path / "broken" / "config.json", change)
+    found = {p.finding["rule"]: p.finding for p in check_path(tmp_path / "broken") if p.finding}
+    assert found.keys() - {"ranks"} == {"ignores-nothing"} and found["ignores-nothing"]["where"] == ["visual"]
+    promises_drafts(tmp_path / "broken")
+    bridge.repair(tmp_path / "broken", tmp_path / "new")
+    section = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
+    assert section["modules_to_not_convert"] == entries
 
 
 def test_deepseeks_list_by_prefix_is_not_read_by_every_server(tmp_path: Path) -> None:
