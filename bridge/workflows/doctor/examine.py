@@ -25,7 +25,9 @@ _CODE = re.compile(r"error \[(.+?)\] ")
 
 def examine(checkpoint: Checkpoint) -> list[Finding]:
     """The findings of all rules, in their order."""
-    return [finding for rule in RULES for finding in rule(checkpoint)]
+    found = [finding for rule in RULES for finding in rule(checkpoint)]
+    clear = not any(finding.fatal or finding.rule == "unread" for finding in found)
+    return found + ([*model.fit(checkpoint)] if clear else [])
 
 
 def examined(directory: Path) -> list[Finding] | None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from bridge.core.errors import BridgeError
 from bridge.core.text import SHOWN, first_of, fold_layers, named
 from bridge.planning.drafts import drafts_among, lacking
+from bridge.sources.opening import open_source
 from bridge.streaming.run import equal_bits
-from bridge.tables.architectures.arch import arch_file, row_names
+from bridge.tables.architectures.arch import arch_file, load_arch, row_names
 from bridge.tables.architectures.match import architecture_of
+from bridge.tables.architectures.structure import structure
 from bridge.workflows.doctor.checkpoint import INDEX, OTHERS, SINGLE, Checkpoint, safetensors
 from bridge.workflows.doctor.finding import COMMAND, Finding
 
@@ -19,6 +23,20 @@ HEADS, EMBEDDINGS = (
     ("lm_head", "embed_out", "output", "output_layer", "proj_out"),
     ("embed_tokens", "wte", "embed_in", "word_embeddings"),
 )
+
+
+def fit(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Tensors that config.json asks for and that are not there, or have another shape, if a table says it."""
+    known = checkpoint.config.get("architectures")
+    if not known or "fc.weight" in checkpoint.specs or load_arch(architecture_of(checkpoint.config)) is None:
+        return  # EAGLE's drafts have the class of the model beside them
+    try:
+        source = open_source(checkpoint.directory)
+        structure(source.config, source.specs)
+    except BridgeError as error:
+        if where := tuple(re.findall(r"^  (?:missing|shape) +(\S+)", str(error), re.MULTILINE)):
+            what = "not there, or not in the shape that config.json gives"
+            yield Finding("tensors", what, where, "get the checkpoint again, or the config.json that belongs to it")
 
 
 def draft_layers(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -224,6 +224,26 @@ def test_the_programs_that_load_it_are_named(tmp_path: Path) -> None:
     assert not [*loaded_by([str(made("plain", plain, tmp_path))], [])]
 
 
+def test_tensors_that_the_config_asks_for_are_there_in_its_shapes(tmp_path: Path) -> None:
+    good, up = once.directory("doctor-plain", plain), "model.layers.1.mlp.up_proj.weight"
+    changes: dict[str, Callable[[Path], None]] = {
+        "missing": lambda path: retensored(path, lambda held: held.pop(up)),
+        "shape": lambda path: retensored(path, lambda held: held.update({up: held[up][:-8].clone()})),
+        "layers": lambda path: edited_config(path, num_hidden_layers=9),
+        "biases": lambda path: edited_config(path, attention_bias=True),
+    }
+    for name, change in changes.items():
+        broken = tmp_path / name
+        broken.mkdir()
+        shutil.copy(good / "config.json", broken)
+        save_file(tensors(good), broken / "model.safetensors", {"format": "pt"})
+        assert check_path(broken) == []
+        change(broken)
+        (problem,) = check_path(broken)
+        assert problem.finding and problem.finding["rule"] == "tensors", name
+        assert (problem.finding["where"] == [up]) == (name in ("missing", "shape")), name
+
+
 def test_every_fault_of_a_program_is_one_that_the_doctor_knows() -> None:
 
     head = 'program = "S"\nversion = "1"\n[writes.x]\ntarget = "hf"\n[faults]\n'

@@ -380,7 +380,9 @@ def test_entries_by_suffix_or_with_names_of_servers_stay(tmp_path: Path) -> None
 
     edited(tmp_path / "broken" / "config.json", change)
     found = {p.finding["rule"]: p.finding for p in check_path(tmp_path / "broken") if p.finding}
-    assert found.keys() - {"ranks"} == {"ignores-nothing"} and found["ignores-nothing"]["where"] == ["visual"]
+    assert found.keys() - {"ranks", "tensors"} == {"ignores-nothing"} and found["ignores-nothing"]["where"] == [
+        "visual"
+    ]
     promises_drafts(tmp_path / "broken")
     bridge.repair(tmp_path / "broken", tmp_path / "new")
     section = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
