@@ -84,5 +84,6 @@ def listed_as(site: Site) -> tuple[str, ...]:
 
     The first is that of the file; the others are what programs ask for instead.
     """
-    modules = (site.module, *site.asked)
-    return tuple(container(module)[0] or module for module in modules) if site.stacked else modules
+    if not site.stacked:
+        return (site.module, *site.asked)
+    return (container(site.weight)[0] or site.module, *(container(name)[0] or name for name in site.asked))
