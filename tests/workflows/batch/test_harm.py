@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import bridge
+from bridge.cli.flags import in_flags
 from bridge.cli.main import app
 from bridge.cli.terminal import console
 from bridge.core.errors import CalibrationError, PlanError
@@ -241,7 +242,7 @@ def test_a_quiet_command_tells_all_lines_of_an_error(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["batch", str(path), "--dry-run", "-q"])
     with pytest.raises(PlanError) as error:
         bridge.plan(TINY, "trtllm", "int8_wo", tp=7)
-    lines = str(error.value).splitlines()
+    lines = in_flags(str(error.value)).splitlines()
     assert len(lines) > 1 and done.exit_code == 1 and [line for line in lines if line.strip() not in done.stderr] == []
 
 
