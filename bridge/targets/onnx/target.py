@@ -199,7 +199,7 @@ def why_no_class(config: Mapping[str, Any]) -> str:
         return ""
     return (
         "config.json has no model_type, by which transformers finds the class whose graph is written; add it, or give "
-        f"{as_given({'model_type': 'llama'})}, for example"
+        f"{as_given({'model_type': '...'})}"
     )
 
 
