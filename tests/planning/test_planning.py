@@ -151,7 +151,7 @@ def test_unknown_words_are_told_the_known_ones() -> None:
 
 @pytest.mark.parametrize("target", ["trt", "ort"])
 def test_a_config_without_a_model_type_is_refused_before_its_graph_is_made(target: str) -> None:
-    typed = """--config '{"model_type": "llama"}'"""
+    typed = """--config '{"model_type": "..."}'"""
     with pytest.raises(PlanError, match=f"config.json has no model_type.*{re.escape(typed)}"):
         bridge.plan(str(TINY), target=target, config={"model_type": None})
 
