@@ -72,7 +72,7 @@ def record(
     feeds = inputs if inputs is not None or old is None else old.reference.inputs
     ran = reference(output, reader.plan, feeds, tolerance) if run else Reference(not_run=NOT_REQUESTED)
     if run and ran.not_run and (inputs is not None or tolerance is not None):
-        argument = "inputs=" if inputs is not None else "tolerance=, --tolerance"
+        argument = "inputs=" if inputs is not None else "tolerance= (--tolerance)"
         raise GoldenError(f"{output} was not run, but {argument} needs its outputs: {ran.not_run}; leave it out")
     rerun, extra_files = arguments(reader.plan, output, quant)
     new = Golden(snapshot, ran, rerun, _versions(reader, ran), old.history if old else (), extra_files)
@@ -89,7 +89,7 @@ def _save(new: Golden, old: Golden | None, directory: Path, output: str, reason:
             return old
     if old and not reason:
         moved = Differences(str(directory), output, len(new.snapshot.tensors), tuple(moves))
-        raise GoldenError(f"{directory} would change; say why: reason=, --reason TEXT\n{moved}")
+        raise GoldenError(f"{directory} would change; say why: reason= (--reason TEXT)\n{moved}")
     if reason:
         version = f"{old.versions.get('qbridge')} -> {__version__}" if old else __version__
         change = Change(datetime.date.today().isoformat(), reason, version, tuple(lines(moves)))

@@ -209,7 +209,7 @@ def test_an_update_has_a_reason_that_is_kept(out: Path, tmp_path: Path) -> None:
     bridge.golden.record(out, golden, run=False)
     assert before == {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in golden.iterdir()}
     other = changed(out, tmp_path / "out", Q)
-    with pytest.raises(GoldenError, match=r"would change; say why: reason=, --reason TEXT\n(.*\n)+.*q_proj"):
+    with pytest.raises(GoldenError, match=r"would change; say why: reason= \(--reason TEXT\)\n(.*\n)+.*q_proj"):
         bridge.golden.record(other, golden, run=False)
     assert load(golden).digest == first.digest
     bridge.golden.record(other, golden, run=False, reason="ties go up now")
