@@ -19,7 +19,7 @@ from bridge.core.machine import available_memory
 from bridge.core.progress import no_progress
 from bridge.core.text import size
 from bridge.core.values import TensorSpec, main_dtype
-from bridge.core.version import installed
+from bridge.core.version import versions_of
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme, is_calibrated
 from bridge.sources.source import Source
@@ -179,7 +179,7 @@ def _arguments(job: CalibrationJob) -> dict[str, str]:
         "device": str(job.device).partition(":")[0],
         "partial": str(job.partial is not None),
         "compute": job.source.runs_in,
-        "version of nvidia-modelopt, qbridge, torch or transformers": repr([installed(name) for name in PACKAGES]),
+        "version of nvidia-modelopt, qbridge, torch or transformers": repr(versions_of(PACKAGES)),
     }
 
 

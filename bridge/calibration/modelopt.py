@@ -54,7 +54,7 @@ from bridge.core.progress import Progress
 from bridge.core.text import fold_layers
 from bridge.core.values import Structure
 from bridge.core.version import install as install_extra
-from bridge.core.version import installed, loads_transformers
+from bridge.core.version import loads_transformers, versions_of
 from bridge.quant.calibration import Calibration, HeldOut, Provenance
 from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_measured
 from bridge.sources.source import Source
@@ -119,7 +119,7 @@ def provenance_of(job: CalibrationJob, model: Any, used: Sequence[str] = PACKAGE
         data_digest=job.data.digest,
         samples=job.data.samples,
         sequence=job.data.sequence,
-        versions={package: installed(package) or "unknown" for package in used},
+        versions=versions_of(used),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,12 @@ def versions() -> dict[str, str]:
     """Return the versions of installed packages that may have affected the result."""
     present = {package: version for package in PACKAGES if (version := installed(package))}
     return {"qbridge": __version__, **present}
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Return those of `versions` that took part; "unknown" for an absent package."""
+    present = versions()
+    return {package: present.get(package, "unknown") for package in packages}
 
 
 @cache  # a look takes a millisecond, and packages do not change while a process runs

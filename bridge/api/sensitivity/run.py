@@ -23,7 +23,7 @@ from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.text import byte_count, size
-from bridge.core.version import installed
+from bridge.core.version import versions_of
 from bridge.quant.schemes.recipe import NONE
 from bridge.sources.opening import open_source
 
@@ -128,7 +128,7 @@ def measured(job: Job, data: Data, device: str | None, progress: Progress, memor
         tokens=found.tokens,
         data_digest=data.digest,
         held=found.held,
-        versions={package: installed(package) or "unknown" for package in PACKAGES},
+        versions=versions_of(PACKAGES),
         choice=choice,
         recipe=_recipe(job, pick, choice, found.tokens) if pick and choice else "",
         notes=_notes(job, unmeasured if choice else ""),
