@@ -121,17 +121,19 @@ def _lint(path: Path) -> list[str]:
         return _with_values(findings, (open_written(path / name, plan) for name in plan.files))
     from bridge.core.formats.safetensors import SafetensorsFile
     from bridge.targets.onnx.files import graphs
+    from bridge.workflows.doctor.checkpoint import weight_files
 
     if (path / "rank0.safetensors").is_file():
         from bridge.targets.trtllm.lint import lint as lint_ranks
 
         return _with_values(lint_ranks(path), map(SafetensorsFile, sorted(path.glob("rank*.safetensors"))))
-    of_others = "*.safetensors" if (path / "config.json").is_file() else ""
-    names = next((glob for glob in ("model*.safetensors", of_others) if glob and any(path.glob(glob))), "")
-    if names and not graphs(path)[0].is_file():
+    weights = (
+        weight_files(path) if (path / "config.json").is_file() else [f.name for f in path.glob("model*.safetensors")]
+    )
+    if weights and not graphs(path)[0].is_file():
         from bridge.targets.hf.lint import lint as lint_checkpoint
 
-        return _with_values(lint_checkpoint(path), map(SafetensorsFile, sorted(path.glob(names))))
+        return _with_values(lint_checkpoint(path), (SafetensorsFile(path / name) for name in sorted(weights)))
     graph = graphs(path)[0] if path.is_dir() else path
     if files := [path] if path.suffix == ".gguf" else [] if graph.is_file() else sorted(path.glob("*.gguf")):
         from bridge.core.formats.gguf import GgufFile

@@ -16,6 +16,7 @@ FAULTS = {
     "not-ignored": ERROR,
     "ignores-nothing": NOTE,
     "drafts": ERROR,
+    "drafts-unpromised": NOTE,
     "head-differs": LOSS,
     "head-twice": NOTE,
     "head-missing": ERROR,

@@ -143,7 +143,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     holder = {name: file if name == own else Renamed(file, own) for name, own, file in ordered}
     weights = Weights(specs, dict(holder), tuple(file.path for file in files.values()))
     stored = {name: own for name, own, _ in ordered}
-    return Checkpoint(directory, config, files, stored, weights, twice, index, _modelopt(directory))
+    return Checkpoint(directory, config, files, stored, weights, twice, index, _json(directory / MODELOPT_FILE))
 
 
 def unwrapped(name: str) -> str:
@@ -163,6 +163,11 @@ def safetensors(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("*.safetensors") if path.is_file())
 
 
+def weight_files(directory: Path) -> list[str]:
+    """The names of the weight files of a directory, whatever is wrong with its index."""
+    return _read(directory, _json(directory / INDEX))
+
+
 def _read(directory: Path, index: dict[str, Any] | None) -> list[str]:
     """The weight files: those that the index names, else those that transformers reads, else all of no other model."""
     every, named = safetensors(directory), {*_placed(index).values()}
@@ -177,9 +182,9 @@ def _placed(index: dict[str, Any] | None) -> Mapping[str, str]:
     return {k: str(file) for k, file in weight_map.items()} if isinstance(weight_map, dict) else {}
 
 
-def _modelopt(directory: Path) -> dict[str, Any] | None:
+def _json(file: Path) -> dict[str, Any] | None:
     try:
-        content = load_json(directory / MODELOPT_FILE)
+        content = load_json(file)
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

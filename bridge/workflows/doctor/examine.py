@@ -33,7 +33,7 @@ def examine(checkpoint: Checkpoint) -> list[Finding]:
 def examined(directory: Path) -> list[Finding] | None:
     """The findings of a directory; None if its files cannot be read, which the linter reports."""
     try:
-        return examine(open_checkpoint(directory))
+        return [finding.at(directory) for finding in examine(open_checkpoint(directory))]
     except SourceError:
         return None
 

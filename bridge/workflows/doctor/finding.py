@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from bridge.core.text import SHOWN, first_of, fold_layers
@@ -35,6 +37,10 @@ class Finding:
     @property
     def fatal(self) -> bool:
         return self.severity != NOTE
+
+    def at(self, directory: Path) -> Finding:
+        """The finding with the directory in the command that mends it."""
+        return replace(self, mend=self.mend.replace(COMMAND, COMMAND.replace("DIR", shlex.quote(str(directory)))))
 
     def programs(self) -> dict[str, str]:
         """What each program makes of it and how that is known, or `NOT_SHOWN`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from bridge.core.errors import BridgeError
 from bridge.core.text import SHOWN, first_of, fold_layers, named
-from bridge.planning.drafts import drafts_among, lacking
+from bridge.planning.drafts import drafts_among, lacking, promised
 from bridge.sources.opening import open_source
 from bridge.streaming.run import equal_bits
 from bridge.tables.architectures.arch import arch_file, load_arch, row_names
@@ -40,11 +40,16 @@ def fit(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def draft_layers(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Draft layers that the config promises and the files lack."""
+    """Draft layers that the config promises and the files lack, and those that it does not promise."""
     if missing := lacking(checkpoint.config, checkpoint.specs):
         what = f"the config promises draft layers that are not whole: {first_of(fold_layers(missing), SHOWN)}"
         none = not drafts_among(checkpoint.specs, checkpoint.config)
         yield Finding("drafts", what, (), COMMAND if none else f"{AGAIN}, or remove the rest of the layer", none)
+    drafts = drafts_among(checkpoint.specs, checkpoint.config)
+    if drafts and not promised(checkpoint.config) and not any("mtp" in name for name in drafts):
+        what = "is of a layer after the last, and the config promises no draft layer"
+        mend = "add num_nextn_predict_layers to config.json if it drafts; `qbridge convert` leaves the layer out"
+        yield Finding("drafts-unpromised", what, tuple(drafts), mend)
 
 
 def heads(checkpoint: Checkpoint) -> tuple[str, str]:
@@ -121,8 +126,13 @@ def files(checkpoint: Checkpoint) -> Iterator[Finding]:
     elif others := [name for name in beside if not name.startswith(OTHERS)]:
         what = f"{INDEX} does not name it" if checkpoint.index is not None else f"not read beside {named(shards)}"
         yield Finding("other-files", what, tuple(others), "none needed: `repair` leaves it out")
+    whole = {*shards} == {SINGLE} and {*placed} <= {*shards[SINGLE].specs}
     if lost:
-        yield Finding("index", f"{INDEX} names {named(lost)}, which are not in the directory", (), AGAIN)
+        what = f"{INDEX} names {named(lost)}, which are not in the directory"
+        if whole:
+            yield Finding("index", f"{what}; {SINGLE} has every tensor of it", repairs=True)
+        else:
+            yield Finding("index", what, (), AGAIN)
     if checkpoint.twice or lost or two:
         return
     if checkpoint.index is None:

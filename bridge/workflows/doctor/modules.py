@@ -156,7 +156,7 @@ def mended(checkpoint: Checkpoint) -> list[str]:
 
 def leftover(checkpoint: Checkpoint) -> Iterator[Finding]:
     """A config that says that weights are quantized, of which none is, and neither are keys and values."""
-    known = (*LISTS, "gptq", "auto-round", "mxfp4")
+    known = (*LISTS, "gptq", "auto-round", "mxfp4", "bitsandbytes", "fbgemm_fp8")
     codes = [name for name, spec in checkpoint.specs.items() if spec.dtype in CODES or name.endswith(PACKED)]
     cache = (
         checkpoint.section.get("kv_cache_scheme") or declared(checkpoint) or any(map(is_cache_scale, checkpoint.specs))

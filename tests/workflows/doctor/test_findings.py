@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from bridge.cli.check import check_path, loaded_by
@@ -254,3 +254,39 @@ def test_every_fault_of_a_program_is_one_that_the_doctor_knows() -> None:
     ):
         with pytest.raises(TableError, match=words):
             parse_runtime("s", parse_table(head + row, "s.toml"))
+
+
+def test_a_config_of_bitsandbytes_over_plain_weights_is_left_over(tmp_path: Path) -> None:
+    """As a merge of an adapter into the unquantized weights leaves it."""
+    broken = made("plain", plain, tmp_path)
+    edited_config(broken, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    assert rules(broken) == ["leftover"]
+
+
+def test_a_layer_after_the_last_that_no_config_promises_is_told(tmp_path: Path) -> None:
+    broken = made("one-scale", one_scale, tmp_path)
+    retensored(broken, lambda held: held.update({"model.layers.2.eh_proj.weight": torch.ones(8, 16)}))
+    (found,) = [p for p in check_path(broken) if p.finding and p.finding["rule"] == "drafts-unpromised"]
+    assert found.finding and found.finding["where"] == ["model.layers.2.eh_proj.weight"] and not found.fatal
+
+
+def test_the_command_that_mends_names_the_directory(tmp_path: Path) -> None:
+    broken = made("plain", plain, tmp_path)
+    promises_drafts(broken)
+    assert [p.finding["mend"] for p in check_path(broken) if p.finding] == [f"qbridge repair {broken} --out NEW"]
+
+
+def test_nan_is_found_in_files_of_any_name_that_the_index_names(tmp_path: Path) -> None:
+    broken = made("plain", plain, tmp_path)
+    index = json.loads((broken / "model.safetensors.index.json").read_text())
+    other = {name: name.replace("model-", "weights-") for name in index["weight_map"].values()}
+    for name, new in other.items():
+        (broken / name).rename(broken / new)
+    index["weight_map"] = {name: other[file] for name, file in index["weight_map"].items()}
+    (broken / "model.safetensors.index.json").write_text(json.dumps(index))
+    name, file = next(iter(index["weight_map"].items()))
+    held = load_file(broken / file)
+    held[name].view(-1)[3] = torch.nan
+    save_file(held, broken / file, {"format": "pt"})
+    save_file({"unread": torch.zeros(1)}, broken / "model-unread.safetensors")
+    assert any("NaN" in problem.text and name in problem.text for problem in check_path(broken))

@@ -122,6 +122,17 @@ def renamed(directory: Path, before: str, after: str) -> None:
     edited(directory / "model.safetensors.index.json", change)
 
 
+def test_an_index_of_shards_that_were_joined_into_one_file_is_made_again(tmp_path: Path) -> None:
+    broken = made("plain", plain, tmp_path)
+    held = tensors(broken)
+    for file in broken.glob("*.safetensors"):
+        file.unlink()
+    save_file(held, broken / "model.safetensors", {"format": "pt"})
+    assert rules(broken) == ["index"]
+    assert [finding.rule for finding in bridge.repair(broken, tmp_path / "mended").mended] == ["index"]
+    assert rules(tmp_path / "mended") == [] and {*tensors(tmp_path / "mended")} == {*held}
+
+
 def test_a_stale_file_that_the_index_does_not_name_never_gets_into_the_repaired_one(tmp_path: Path) -> None:
     broken = made("plain", plain, tmp_path)
     held = tensors(broken)
