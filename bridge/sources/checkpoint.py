@@ -130,6 +130,10 @@ class HfSource(SourceBase):
         return load_skeleton(self)
 
     def load_tokenizer(self) -> Any:
+        return self._loaded_tokenizer
+
+    @cached_property  # one of 262,144 tokens takes seconds, and preparing data asks for it some times
+    def _loaded_tokenizer(self) -> Any:
         if self._tokenizer is None and self.side_files.keys() <= PLAIN and not self._names_tokenizer():
             raise SourceError(f"{self.where}: the checkpoint has no tokenizer; give tokenizer= (--tokenizer)")
         if self._tokenizer is None and (self._foreign or remote(self.root)):

@@ -121,6 +121,10 @@ class MemorySource(SourceBase):
 
     def load_tokenizer(self) -> Any:
         """Return the given tokenizer, else that of the directory or hub id that the model was loaded from."""
+        return self._loaded_tokenizer
+
+    @cached_property
+    def _loaded_tokenizer(self) -> Any:
         origin = str(getattr(self._model, "name_or_path", "") or "")
         return loading.load_tokenizer(self._tokenizer or origin or None, None, self.where)
 

@@ -87,7 +87,7 @@ class Source(Protocol):
         """Return a copy of that model with its parameters on the meta device, and its buffers in memory."""
 
     def load_tokenizer(self) -> Any:
-        """Return the tokenizer; SourceError without one."""
+        """Return the tokenizer, the same object each time; SourceError without one. Do not change it."""
 
     @property
     def root(self) -> Path | None:

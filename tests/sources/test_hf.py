@@ -149,6 +149,11 @@ def test_opening_and_reading_import_no_framework(sharded: Path) -> None:
     assert done.stdout.strip() == ""
 
 
+def test_a_tokenizer_is_loaded_once() -> None:
+    source = open_source("examples/models/tiny-llama")
+    assert source.load_tokenizer() is source.load_tokenizer()
+
+
 def test_a_checkpoint_without_a_tokenizer_imports_nothing_to_say_so(
     single: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,10 @@ class AdaptedSource(Wrapped):
 
     def load_tokenizer(self) -> Any:
         """The adapter's if it has one, else the base's."""
+        return self._loaded_tokenizer
+
+    @cached_property
+    def _loaded_tokenizer(self) -> Any:
         if self.adapter.side_files and self.adapter.root:
             return loading.gathered_tokenizer(self.side_files, self.where)
         return self.base.load_tokenizer()
