@@ -282,3 +282,12 @@ def test_gguf_refuses_draft_layers_that_llama_cpp_has_no_names_for(tmp_path: Pat
         assert not any("nextn" in output.spec.name for output in plan.outputs)
     with pytest.raises(UsageError, match=r"drafts 'kep' is unknown; .*nearest: keep"):
         bridge.plan(tmp_path / "model", "gguf", drafts="kep")
+
+
+def test_a_program_that_reads_no_kept_draft_layer_is_given_the_remedy(tmp_path: Path) -> None:
+    FAMILIES["glm4_moe"](tmp_path / "model")
+    given: dict[str, Any] = {"quant": "fp8_pc_pt", "runtime": "sglang", "dtype": "bf16"}
+    with pytest.raises(SchemeError, match=r"model\.layers\.2\.self_attn\.q_proj.*use drafts='quantize'"):
+        bridge.plan(tmp_path / "model", "hf", **given)
+    for choice in ("quantize", "drop"):
+        assert bridge.plan(tmp_path / "model", "hf", drafts=choice, **given).program == "sglang"
