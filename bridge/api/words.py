@@ -23,7 +23,7 @@ class TargetOptions(TypedDict, total=False):
     attention_op: bool
     cache: bool | int
     custom_ops: bool
-    drafts: str
+    drafts: str | None
     dtype: str | None
     engine: bool | str
     era: str

@@ -12,6 +12,7 @@ from typing import Any
 
 from bridge.core.text import fold_problems
 from bridge.core.values import Format, main_dtype
+from bridge.planning.drafts import DRAFT
 from bridge.planning.joined_and_cut import (
     cut_blocks,
     fused_modules,
@@ -31,6 +32,7 @@ CUT_AT_LOAD = ("hf",)
 HEAD = "output head"  # how `Site.keep` of one begins
 FUSED = "and it is fused with others"
 KEPT = "stays unquantized beside quantized modules, is fused there, and is not read"
+OF_DRAFT = "; it is of a draft layer: use drafts='quantize' (--drafts quantize), or leave the layer out with 'drop'"
 HALF = "differs in format from modules that are fused with it, or from other experts of its layer"
 # As `--dtype` takes them.
 FLAGS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -318,7 +320,9 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
         yield from ((module, "no run and no source shows that it reads a quantized head") for module in _heads(plan))
     yield from _experts(contract, plan)
     if not contract.kept and formats:
-        yield from ((module, KEPT) for module in unquantized_modules(runtime.fused, plan))
+        drafts = {step.site.module for step in plan.steps if step.site and step.site.keep == DRAFT}
+        unquantized = unquantized_modules(runtime.fused, plan)
+        yield from ((module, f"{KEPT}{OF_DRAFT if module in drafts else ''}") for module in unquantized)
     elif formats:
         yield from ((module, HALF) for module in partly_unquantized_modules(runtime.fused, plan))
     dtype = main_dtype(o.spec for step in plan.steps if step.layout is Layout.PLAIN for o in step.outputs)

@@ -12,10 +12,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from bridge.core.errors import PlanError, SchemeError
+from bridge.core.errors import PlanError, SchemeError, UsageError
 from bridge.core.mappings import mappings, read_table
-from bridge.core.text import fold_layers, number
+from bridge.core.text import fold_layers, nearest, number
 from bridge.core.values import InputGroup, Site, Structure, TensorSpec
+from bridge.planning.plan import PASSTHROUGH
 from bridge.quant.schemes.scheme import DRAFT_ROLE, Scheme
 from bridge.sources.source import Source
 from bridge.tables.architectures.meaning import shared
@@ -131,6 +132,14 @@ def with_drafts(structure: Structure, source: Source, options: Any, target: str)
         return whole, (f"{what} {be} quantized as the layers before, rounded to nearest (--drafts quantize)",)
     stored = "copied as stored" if source.quantized is None else "copied, with codes if those of the source are copied"
     return whole, (f"{what} {be} {stored} (--drafts keep)",)
+
+
+def check_choice(choice: str, scheme: Scheme | None) -> None:
+    """UsageError if `drafts` is an unknown word, or quantizes without a scheme."""
+    if choice not in CHOICES:
+        raise UsageError(f"drafts {choice!r} is unknown; {nearest(choice, CHOICES)}")
+    if choice == "quantize" and (scheme is None or scheme.name == PASSTHROUGH):
+        raise UsageError("drafts='quantize' (--drafts) needs a scheme too; pass quant='int4_wo', for example")
 
 
 def asked_as(module: str, at: int, layers: int) -> Iterator[str]:

@@ -21,6 +21,7 @@ from bridge.planning.memory import working_set
 from bridge.planning.passthrough import (
     REMEDY,
     PassthroughScheme,
+    carried_entries,
     copied,
     entry_problems,
     passthrough_notes,
@@ -111,15 +112,20 @@ def _drafted(inputs: PlanInputs, formats: Mapping[str, Format | str]) -> Drafted
     drafted = target.draft(draft)
     dropped |= drafted.dropped
     steps, not_copied = copied(drafted.steps, source.quantized, scheme)
-    methods = getattr(target, "methods", None)  # targets of third parties may lack it
-    carried = methods(inputs.options) if methods else ()
-    problems = [*drafted.problems, *not_copied, *entry_problems(source.quantized, scheme, target.name, carried)]
+    methods = _methods(inputs)
+    problems = [*drafted.problems, *not_copied, *entry_problems(source.quantized, scheme, target.name, methods)]
     if scheme and scheme.kv:
         problems += [(CACHE, why) for why in [target.why_kv_unsupported(scheme.kv, structure, inputs.options)] if why]
     read = {part.source for step in steps for part in step.inputs}
     lost = [name for name in source.specs if name not in read and name not in structure.tied and name not in dropped]
     problems += [(name, f"target {target.name} does not write this tensor") for name in lost]
     return Drafted(steps, dropped, problems, drafted.notes, drafted.disk)
+
+
+def _methods(inputs: PlanInputs) -> tuple[str, ...]:
+    """Each `quant_method` that the target writes a config of."""
+    methods = getattr(inputs.target, "methods", None)  # targets of third parties may lack it
+    return tuple(methods(inputs.options)) if methods else ()
 
 
 def _sized(inputs: PlanInputs, steps: list[Step], dropped: dict[str, str]) -> Plan:
@@ -147,14 +153,14 @@ def _sized(inputs: PlanInputs, steps: list[Step], dropped: dict[str, str]) -> Pl
             *inputs.notes,
             *([scheme.note] if scheme and scheme.note else []),
             *_expert_notes(scheme, steps),
-            *passthrough_notes(source.quantized, scheme, steps),
+            *passthrough_notes(source.quantized, scheme, steps, _methods(inputs)),
         ),
         memory=target.base_memory + sum(largest) + memory_ahead(source) + source.merge_memory,
         disk=sum(step.nbytes for step in steps) + sum(side),
         traced=structure.traced,
         dialect=source.dialect,
         cuts=structure.cuts,
-        carried=dict(source.quantized.entries) if source.quantized and isinstance(scheme, PassthroughScheme) else {},
+        carried=carried_entries(source.quantized, scheme, _methods(inputs)),
     )
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bridge.core.text import fold_layers
 from bridge.core.values import Format, LazyTensor, Site, Slice, Structure
@@ -108,7 +108,16 @@ def entry_problems(
     return [("config.json", f"quantization_config: target {target} cannot say {names} of {quantized.method}; {remedy}")]
 
 
-def passthrough_notes(quantized: Quantized | None, scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...]:
+def carried_entries(quantized: Quantized | None, scheme: Scheme | None, methods: Collection[str]) -> dict[str, Any]:
+    """Entries of the source's quantization_config that are written beside copied codes; `methods`: the output's."""
+    if quantized is None or not isinstance(scheme, PassthroughScheme):
+        return {}
+    return {**quantized.entries, **(quantized.of_inputs if quantized.method in methods else {})}
+
+
+def passthrough_notes(
+    quantized: Quantized | None, scheme: Scheme | None, steps: list[Step], methods: Collection[str]
+) -> tuple[str, ...]:
     """Notes of the plan on weights that the source holds quantized."""
     if quantized is None:
         return ()
@@ -117,12 +126,20 @@ def passthrough_notes(quantized: Quantized | None, scheme: Scheme | None, steps:
     if not isinstance(scheme, PassthroughScheme):
         undone = (f"rotations of activations are undone in the weights ({entries})",) if entries else ()
         return (f"{len(modules)} weights of the source are quantized: they are dequantized first", *undone)
-    carried = (f"carried as it is, for the program that reads the codes: {entries} of quantization_config",)
+    notes = []
+    if entries := ", ".join(carried_entries(quantized, scheme, methods)):
+        notes.append(f"carried as it is, for the program that reads the codes: {entries} of quantization_config")
+    if quantized.of_inputs and quantized.method not in methods:
+        left = ", ".join(f"{name} {value}" for name, value in quantized.of_inputs.items())
+        notes.append(
+            f"{left} of quantization_config is left out: the program rounds scales of inputs in its own way; a config "
+            f"of {quantized.method} says it"
+        )
     kept = {module for step in steps if step.format for module in step.modules}
     read = {part.source for step in steps for part in step.inputs}
     lost = fold_layers(m for m, stored in modules.items() if m not in kept and stored.spec.name in read)
     text = f"written dequantized, since they are not quantizable matrices here: {', '.join(lost)}"
-    return (*(carried if entries else ()), *((text,) if lost else ()))
+    return (*notes, *((text,) if lost else ()))
 
 
 def _copied_step(step: Step, quantized: Quantized) -> tuple[Step, list[tuple[str, str]]]:

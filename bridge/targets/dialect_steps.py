@@ -12,8 +12,10 @@ from bridge.tables.architectures.match import Matched
 from bridge.tables.architectures.meaning import malformed_rope, not_followed, not_known
 from bridge.tables.dialects.dialect import Dialect, DialectRow
 from bridge.tables.dialects.layout import Roles, lay_out, locate, roles_by_layer
+from bridge.tables.expressions.grammar import Call
 from bridge.tables.expressions.ops import Rank
 from bridge.tables.expressions.regions import Blocks, Refusal, height
+from bridge.tables.expressions.shapes import counts_of
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,15 @@ class DialectDrafting:
         return int(str(self.matched.names["experts"])) if row.stacks else 0
 
     def _shape(self, placed: Placed) -> tuple[int, ...]:
-        rows, rest, experts = height(placed.blocks), placed.blocks[0].shape[1:], self._experts(placed.row)
-        return (experts, rows // experts, *rest) if experts else (rows, *rest)
+        rows, rest, first = height(placed.blocks), placed.blocks[0].shape[1:], self._first_axis(placed.row)
+        return (first, rows // first, *rest) if first else (rows, *rest)
+
+    def _first_axis(self, row: DialectRow) -> int:
+        """The extent of an axis before the rows, of experts or heads; 0 without one."""
+        if isinstance(row.expr, Call) and row.expr.op in ("stack", "unflatten", "transpose_heads"):
+            (extent,) = counts_of(row.expr, self.matched.names).values()
+            return extent
+        return 0
 
     def _problem(self, row: DialectRow, layer: int | None, text: str) -> None:
         """Note a problem of a row, once for all ranks; its tensors are dropped, so they are not also missing."""

@@ -25,6 +25,18 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 _GEMMA = {"query_pre_attn_scalar": 64, "sliding_window": 16, "num_hidden_layers": 7}
+_SHARED = {
+    "moe_intermediate_size": 64, "n_routed_experts": 12, "n_shared_experts": 2, "num_experts_per_tok": 5, "n_group": 4,
+    "topk_group": 2, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+_LATENT = _SHARED | {
+    "num_key_value_heads": 6, "q_lora_rank": 96, "kv_lora_rank": 160, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+    "v_head_dim": 128, "head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 5000.0, "factor": 8.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+    },
+}  # fmt: skip
 
 # Name of the family -> transformers' class and its config.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,6 +59,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPT2LMHeadModel",
         {"vocab_size": 300, "n_embd": 192, "n_layer": 3, "n_head": 6, "n_positions": 256, "bos_token_id": 1,
          "eos_token_id": 2},
+    ),
+    "deepseek2": ("DeepseekV3ForCausalLM", _TEXT | _LATENT),
+    "glm4moe": (
+        "Glm4MoeForCausalLM",
+        _TEXT | _SHARED | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
     ),
 }  # fmt: skip
 
@@ -102,7 +119,8 @@ def save(family: str, directory: Path, **changed: Any) -> Path:
     torch.manual_seed(0)
     model = cls(cls.config_class(**config)).float().eval()
     with torch.no_grad():
-        for tensor in model.parameters():
+        chosen = (buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+        for tensor in (*model.parameters(), *chosen):
             spread = 1.0 / tensor.shape[-1] ** 0.5 if tensor.ndim > 1 else 0.1
             tensor.copy_(torch.randn(tensor.shape) * spread + (tensor if tensor.ndim == 1 else 0))
     model.save_pretrained(directory)

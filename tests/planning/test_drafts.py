@@ -270,3 +270,24 @@ def test_the_short_report_says_what_becomes_of_draft_layers(tmp_path: Path) -> N
         options: dict[str, Any] = {"drafts": "keep", "progress": False, "verify": False}
         report = bridge.convert(tmp_path / name, "hf", "int8_wo", tmp_path / f"{name}-out", **options)
         assert any(str(line).startswith("drafts") and text in str(line) for line in report_lines(report))
+
+
+def test_gguf_refuses_draft_layers_that_llama_cpp_has_no_names_for(tmp_path: Path) -> None:
+    FAMILIES["deepseek_v3"](tmp_path / "model")
+    with pytest.raises(PlanError, match=r"deepseek2 has no place for draft layers; use drafts='drop'"):
+        bridge.plan(tmp_path / "model", "gguf", drafts="keep")
+    for options, said in (({}, "target gguf has no place for it"), ({"drafts": "drop"}, "--drafts drop")):
+        plan = bridge.plan(tmp_path / "model", "gguf", **options)
+        assert any(said in note for note in plan.notes)
+        assert not any("nextn" in output.spec.name for output in plan.outputs)
+    with pytest.raises(UsageError, match=r"drafts 'kep' is unknown; .*nearest: keep"):
+        bridge.plan(tmp_path / "model", "gguf", drafts="kep")
+
+
+def test_a_program_that_reads_no_kept_draft_layer_is_given_the_remedy(tmp_path: Path) -> None:
+    FAMILIES["glm4_moe"](tmp_path / "model")
+    given: dict[str, Any] = {"quant": "fp8_pc_pt", "runtime": "sglang", "dtype": "bf16"}
+    with pytest.raises(SchemeError, match=r"model\.layers\.2\.self_attn\.q_proj.*use drafts='quantize'"):
+        bridge.plan(tmp_path / "model", "hf", **given)
+    for choice in ("quantize", "drop"):
+        assert bridge.plan(tmp_path / "model", "hf", drafts=choice, **given).program == "sglang"

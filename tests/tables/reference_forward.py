@@ -217,11 +217,12 @@ def _latent_attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tenso
         q = _linear(roles, "mla.q_b", layer, latent)
     q = q.view(length, f.heads, -1).transpose(0, 1)  # heads, positions, nope + rope
     shrunk = _linear(roles, "mla.kv_a", layer, x)
-    rank = roles["mla.kv_b.weight", layer, None].shape[1]
+    rank = roles["mla.k_b.weight", layer, None].shape[1]
     latent = _norm(roles, "mla.kv_a_norm", layer, shrunk[:, :rank], inner)
-    kv = _linear(roles, "mla.kv_b", layer, latent).view(length, f.heads, -1).transpose(0, 1)
+    up = [_linear(roles, name, layer, latent).view(length, f.heads, -1) for name in ("mla.k_b", "mla.v_b")]
+    k, v = (each.transpose(0, 1) for each in up)
     turned = _rotate(_halves(shrunk[:, rank:]), f.theta[layer]).expand(f.heads, -1, -1)
-    k = torch.cat([kv[..., : f.nope], turned], -1)
+    k = torch.cat([k, turned], -1)
     q = torch.cat([q[..., : f.nope], _rotate(_halves(q[..., f.nope :]), f.theta[layer])], -1)
     scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
     hidden = torch.arange(length)[:, None] < torch.arange(length)[None, :]
@@ -229,7 +230,7 @@ def _latent_attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tenso
         latent = _norm(roles, "mla.q_a_norm", layer, _linear(roles, "mla.q_a", layer, x), inner)
         hidden = hidden | _not_chosen(roles, inner, layer, x, latent, hidden)
     weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-    return _linear(roles, "mla.o", layer, (weights @ kv[..., f.nope :]).transpose(0, 1).reshape(length, -1))
+    return _linear(roles, "mla.o", layer, (weights @ v).transpose(0, 1).reshape(length, -1))
 
 
 def _not_chosen(roles: Roles, f: Formulas, layer: int, x: Tensor, latent: Tensor, hidden: Tensor) -> Tensor:

@@ -29,6 +29,10 @@ _LLAMA_405B = {
 }  # fmt: skip
 
 _DEEPSEEK: dict[str, Any] = {"architectures": ["DeepseekV3ForCausalLM"]}  # the defaults are DeepSeek-V3's
+_KIMI_K2: dict[str, Any] = _DEEPSEEK | {
+    "vocab_size": 163840, "num_attention_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1,
+    "topk_group": 1,
+}  # fmt: skip
 _LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -142,6 +146,17 @@ def test_qwen3_moe_235b_has_one_module_for_each_projection_of_each_expert() -> N
     specs = headers(config)
     assert len(specs) == 94 * (2 + 4 + 2 + 1 + 128 * 3) + 3
     assert len(structure(config, specs).sites) == 94 * (4 + 1 + 128 * 3) + 1
+
+
+@pytest.mark.slow
+def test_kimi_k2_has_sixty_layers_of_384_experts_which_llama_cpp_has_in_stacks() -> None:
+    specs = headers(_KIMI_K2)
+    assert len(specs) == 61 * 9 + 3 + 60 * (2 + 3 + 384 * 3) + 3
+    assert len(structure(_KIMI_K2, specs).sites) == 61 * 5 + 3 + 60 * (1 + 3 + 384 * 3) + 1
+    stacked = {spec.name: spec.shape for spec in foreign_headers("gguf", _KIMI_K2, {})}
+    assert len(stacked) == 61 * 10 + 3 + 60 * (2 + 3 + 3) + 3
+    assert stacked["blk.60.ffn_down_exps.weight"] == (384, 7168, 2048)
+    assert (stacked["blk.0.attn_k_b.weight"], stacked["blk.0.attn_v_b.weight"]) == ((64, 512, 128), (64, 128, 512))
 
 
 ARCHITECTURES = [n for path in table_files("arch") for n in parse_arch(read_table(path), load_roles()).architectures]

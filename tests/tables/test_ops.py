@@ -19,7 +19,7 @@ DTYPES = ["uint8", "uint16", "int32", "float32", "float64"]
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[str, list[Shape], dict[str, int]]:
     """An op with inputs that fit it: random groups, heads and rows, all behind the first axis alike."""
-    name = draw(st.sampled_from([op for op in sorted(OPS) if op != "shift"]))
+    name = draw(st.sampled_from([op for op in [*sorted(OPS), "transpose_heads", "unflatten"] if op != "shift"]))
     size = st.integers(1, 4)
     groups, tail = draw(size), tuple(draw(st.lists(size, max_size=1)))
     inputs = draw(st.integers(2, 4))
@@ -35,6 +35,8 @@ def calls(draw: st.DrawFn) -> tuple[str, list[Shape], dict[str, int]]:
             return name, [shape], draw(st.sampled_from([{}, {"axis": len(shape) - 1}]))
         case "transpose":
             return name, [(groups, draw(size))], {}
+        case "unflatten" | "transpose_heads":
+            return name, [(groups * draw(size), draw(size))], {"heads": groups}
         case "rope":
             return name, [(groups * 2 * draw(size), *tail)], {"heads": groups}
         case "pad":
@@ -45,13 +47,13 @@ def calls(draw: st.DrawFn) -> tuple[str, list[Shape], dict[str, int]]:
 def applied(name: str, arrays: Sequence[Array], counts: dict[str, int]) -> Array:
     """What an op makes of arrays."""
     blocks = [(whole(str(at), array.shape, {"": array.shape}),) for at, array in enumerate(arrays)]
-    made = gathered(OPS[name].make(blocks, counts, Rank()), {str(at): array for at, array in enumerate(arrays)})
-    return made.reshape(OPS[name].shape([array.shape for array in arrays], counts))
+    made = gathered(ALL[name].make(blocks, counts, Rank()), {str(at): array for at, array in enumerate(arrays)})
+    return made.reshape(ALL[name].shape([array.shape for array in arrays], counts))
 
 
 def undone(name: str, made: Array, shapes: Sequence[Shape], counts: dict[str, int]) -> list[Array]:
     """The arrays that an op made `made` of."""
-    found = OPS[name].undo((whole("made", made.shape, {"": shapes[0]}),), shapes, counts)
+    found = ALL[name].undo((whole("made", made.shape, {"": shapes[0]}),), shapes, counts)
     return [gathered(blocks, {"made": made}).reshape(shape) for blocks, shape in zip(found, shapes, strict=True)]
 
 
@@ -85,6 +87,13 @@ def test_interleave_gives_each_group_its_rows() -> None:
     assert applied("interleave", [q, k], {"groups": 2}).tolist() == [0, 1, 2, 10, 3, 4, 5, 11]
 
 
+def test_transpose_heads_turns_the_matrix_of_each_head_alone() -> None:
+    array = np.arange(12).reshape(6, 2)
+    turned = applied("transpose_heads", [array], {"heads": 2})
+    np.testing.assert_array_equal(turned, array.reshape(2, 3, 2).transpose(0, 2, 1))
+    np.testing.assert_array_equal(applied("unflatten", [array], {"heads": 2}), array.reshape(2, 3, 2))
+
+
 def test_rope_puts_the_halves_of_a_head_side_by_side() -> None:
     assert applied("rope", [np.arange(12)], {"heads": 2}).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 
@@ -107,6 +116,8 @@ def test_shift_is_undone_where_the_sum_is_exact(numbers: list[int], by: int) -> 
         ("interleave", [(6, 3), (5, 3)], {"groups": 3}, "cannot make 3 groups out of 5 rows"),
         ("interleave", [(6, 3), (6, 4)], {"groups": 3}, "`interleave` cannot join"),
         ("transpose", [(2, 3, 4)], {}, "needs a matrix"),
+        ("unflatten", [(6, 3)], {"heads": 5}, "cannot cut 6 between 5 heads"),
+        ("transpose_heads", [(6,)], {"heads": 2}, "needs a matrix"),
         ("unsqueeze", [(2, 3)], {"axis": 2}, "cannot put axis 2 before another one"),
         ("rope", [(6, 3)], {"heads": 2}, "cannot make 2 heads of pairs out of 6 rows"),
         ("pad", [(6, 3)], {"multiple": 0}, "multiple of 0"),

@@ -44,6 +44,10 @@ GIVEN: dict[tuple[str, str], tuple[Any, str | None]] = {
 # Options that no plan shows -> the test that gives them and reads their trace in the files
 READ = {
     ("ort", "exact"): ("test_options.py", "test_exact_products_are_asked_of_the_session"),
+    ("gguf", "drafts"): (
+        "../planning/test_drafts.py",
+        "test_gguf_refuses_draft_layers_that_llama_cpp_has_no_names_for",
+    ),
     ("hf", "drafts"): ("../planning/test_drafts.py", "test_dropped_draft_layers_are_not_promised"),
     ("trt", "profile"): ("trt/test_rtx.py", "test_ranges_of_axes_replace_those_of_the_profiles"),
     ("trt", "task"): ("test_options.py", "test_the_task_is_that_of_the_graph"),

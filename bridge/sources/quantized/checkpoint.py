@@ -20,7 +20,7 @@ from bridge.sources.quantized import compressed_tensors as compressed
 from bridge.sources.quantized import deepseek as blocks
 from bridge.sources.quantized import gpt_oss as mxfp4
 from bridge.sources.quantized import modelopt, words
-from bridge.sources.quantized.fields import CONFIGS, MODELOPT_FILE, ROTATED, sections, unknown, why_unread
+from bridge.sources.quantized.fields import CONFIGS, MODELOPT_FILE, ROTATED, of_inputs, sections, unknown, why_unread
 from bridge.sources.quantized.parts import Array, QuantizedTensors, QuantizedWeight, Reader, take
 from bridge.sources.weights.shards import Shard, Weights
 from bridge.tables.architectures.structure import turned_weights
@@ -32,6 +32,7 @@ class Quantized:
 
     `stored`: the same weights with rotations as they are stored, for who copies codes. `entries`: of the
     `quantization_config` of a `method`, which who copies codes writes too. `unread`: why weights are not decoded.
+    `of_inputs`: entries that who copies codes writes into a config of the same method.
     """
 
     weights: Weights
@@ -43,6 +44,7 @@ class Quantized:
     entries: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     matrices: tuple[str, ...] = ()
+    of_inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def dequantized(root: Path, config: dict[str, Any], weights: Weights) -> Quantized | None:
@@ -67,7 +69,8 @@ def dequantized(root: Path, config: dict[str, Any], weights: Weights) -> Quantiz
     plain = Weights(specs, holder, weights.files, weights.problems)
     entries = unknown(own or section if method == "modelopt" else section, method)
     unread = tuple(why_unread(name, method) for name in entries if name != ROTATED or method != "compressed-tensors")
-    quantized = Quantized(plain, without(config), tensors, kv, plain, method, entries, unread)
+    inputs = of_inputs(section, method)
+    quantized = Quantized(plain, without(config), tensors, kv, plain, method, entries, unread, of_inputs=inputs)
     rotated = ROTATED in entries and method == "compressed-tensors"
     return _turned_back(quantized, section, weights) if rotated else _refusing(quantized)
 

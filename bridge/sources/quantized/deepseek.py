@@ -1,7 +1,8 @@
 """FP8 of `quant_method` "fp8": DeepSeek's blocks, or one scale per tensor.
 
-Codes are multiplied by `weight_scale_inv`, despite its name. The runtime quantizes activations per token in groups of
-128; nothing is stored for that.
+Codes are multiplied by `weight_scale_inv`, despite its name; `scale_fmt` "ue8m0" says that scales are powers of two, in
+float32 or as float8_e8m0fnu, and that the runtime rounds those of activations so. It quantizes activations per token in
+groups of 128; nothing is stored for that.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ class Blocks:
         static = TENSOR if entry in tensors else None
         if self.block is None or (scale is not None and scale.size == 1 and static):
             return StorageLayout(Format((TENSOR,), static), names)
-        kind = "float8_e8m0fnu" if scale is not None and scale.dtype == "float8_e8m0fnu" else "float32"
-        return StorageLayout(Format((Numeric("float8_e4m3fn", "block", self.block, kind),)), names)
+        return StorageLayout(Format((Numeric("float8_e4m3fn", "block", self.block),)), names)
 
 
 def reader(section: Mapping[str, Any]) -> Blocks:

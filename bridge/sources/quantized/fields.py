@@ -30,7 +30,8 @@ def sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def unknown(section: Mapping[str, Any], method: str) -> dict[str, Any]:
     """Entries of a section that are on and that `mappings/quantization.toml` does not know."""
     known = read_table(mappings() / "quantization.toml").section(method)
-    names, plain = {*known.get("read", ()), *known.get("without_effect", ())}, known.get("plain", {})
+    names = {name for kind in ("read", "without_effect", "of_inputs") for name in known.get(kind, ())}
+    plain = known.get("plain", {})
     found = {}
     for name, value in section.items():
         excludes = name == "dynamic" and isinstance(value, Mapping)  # GPTQModel's rules: "-:" names what has no codes
@@ -39,6 +40,12 @@ def unknown(section: Mapping[str, Any], method: str) -> dict[str, Any]:
         if value and name not in names and value not in plain.get(name, ()):
             found[name] = value
     return found
+
+
+def of_inputs(section: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """Entries that say how the program that loads the codes quantizes inputs."""
+    names = read_table(mappings() / "quantization.toml").section(method).get("of_inputs", ())
+    return {name: section[name] for name in names if section.get(name)}
 
 
 def why_unread(name: str, method: str) -> str:

@@ -20,11 +20,17 @@ from bridge.core.errors import SchemeError
 from bridge.core.text import fold_problems
 from bridge.core.values import Encoding, Format, LazyTensor, Numeric, TensorSpec
 from bridge.quant.codec.blocks import FOUR_BITS, IN_INT32, grid
+from bridge.quant.codec.decode import values
 from bridge.sources.weights.shards import Weights
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-SCALES = {"float32": FLOATS, "float8_e4m3fn": ("float8_e4m3fn",), "float8_e8m0fnu": ("uint8", "float8_e8m0fnu")}
+POWERS = "float8_e8m0fnu"
+SCALES = {
+    "float32": (*FLOATS, POWERS),
+    "float8_e4m3fn": ("float8_e4m3fn",),
+    "float8_e8m0fnu": ("uint8", "float8_e8m0fnu"),
+}
 # Dtype of codes -> dtypes that store them; `int32` has eight (int4) or four (int8) of them.
 CODES = {
     "float8_e4m3fn": ("float8_e4m3fn",),
@@ -222,9 +228,23 @@ def _stored(
     if problems:
         return problems
     weight = TensorSpec(f"{module}.weight", shape, dtype)
+    rows: Callable[[str, int, int], Array] = weights.read_rows
+    if first.scale_dtype == "float32" and parts["scale"].spec.dtype == POWERS:
+        parts["scale"], rows = _as_floats(parts["scale"], weights)
     scale = parts["scale"].spec.dtype
     coding = Encoding(packed=layout.packed, scale_dtype=scale if scale in FLOATS else "float32")
-    return QuantizedWeight(module, weight, layout.format, coding, parts, weights.read_rows, layout.reciprocal)
+    return QuantizedWeight(module, weight, layout.format, coding, parts, rows, layout.reciprocal)
+
+
+def _as_floats(scale: LazyTensor, weights: Weights) -> tuple[LazyTensor, Callable[[str, int, int], Array]]:
+    """Scales that are stored as powers of two (UE8M0) as float32, which holds them exactly; and how rows are read."""
+
+    def rows(name: str, begin: int, end: int) -> Array:
+        read = weights.read_rows(name, begin, end)
+        return values(read, POWERS) if name == scale.spec.name else read
+
+    spec = dataclasses.replace(scale.spec, dtype="float32")
+    return LazyTensor(spec, lambda: values(scale.read().reshape(-1, 1), POWERS).reshape(spec.shape)), rows
 
 
 def _expected(format_: Format, shape: tuple[int, ...]) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:

@@ -21,7 +21,7 @@ from bridge.tables.expressions.grammar import Call, Expr, Ref
 Placed = tuple[str, tuple[Entry, int | None, int | None]]
 
 _KEEP = {"head": "output head", "router": "router", "recurrent": "recurrent"}
-_CACHED = {"attn.k.weight", "mla.kv_b.weight"}  # one of each attention module that has keys
+_CACHED = {"attn.k.weight", "mla.k_b.weight"}  # one of each attention module that has keys
 
 
 def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> Structure:

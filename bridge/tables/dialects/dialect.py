@@ -6,6 +6,7 @@
 [also] [for.qwen3.also]        other names: read, not written
 [absent]                       roles that the dialect does not have -> why
 [ignore] [for.qwen3.ignore]    tensors that are not weights of the model -> why; `mtp.*` is everything below `mtp`
+[for.glm.drafts]               what only draft layers have -> its name in the layer; the rest are rows above
 [refused]                      weights that no row can read -> why, and what to do
 
 `files`, before the first header, says that a Hugging Face directory with config.json may use the dialect: in weight
@@ -31,7 +32,7 @@ from bridge.tables.expressions.ops import ALL
 
 STAGES = ("first", "layer", "last")
 _HEAD = ("cache", "shared_head", "prefixes", "files", "architectures", "follows", "models", "joined", "dims")
-_INNER = ("also", "ignore")  # sections of a layout besides its rows
+_INNER = ("also", "ignore", "drafts")  # sections of a layout besides its rows
 _KEYS = (*_HEAD, *STAGES, "for", "also", "absent", "ignore", "refused")
 
 
@@ -86,7 +87,8 @@ class Dialect:
     architectures that it does not have -> why. `ignored`: tensors that are not weights: "" or a layout -> name ->
     reason. `refused`: weights that no row can read -> why. `files`: weight files besides those of Hugging Face, in a
     directory with config.json; None for checkpoints of another kind. `follows`: "all" or an architecture -> fields of
-    config.json, besides those of rows and rotary ones, that it expresses or whose values the target judges.
+    config.json, besides those of rows and rotary ones, that it expresses or whose values the target judges. `drafts`:
+    layouts with draft layers -> name of a tensor that only these have -> its name in a layer of Hugging Face.
     """
 
     file: TableFile
@@ -102,6 +104,7 @@ class Dialect:
     refused: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] | None = None
     follows: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    drafts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -169,13 +172,13 @@ def parse_dialect(file: TableFile, roles: Roles) -> Dialect:
     file.known_keys(_KEYS)
     words, joined, dims, absent = (file.texts(key) for key in ("architectures", "joined", "dims", "absent"))
     roles = replace(roles, dims={**roles.dims, **dims})
-    rows, ignored = _staged(file, roles), {"": file.texts("ignore")}
+    rows, ignored, drafts = _staged(file, roles), {"": file.texts("ignore")}, {}
     for word in file.section("for"):
         _known(file.header(f"for.{word}"), word, words.values(), f"`{word}` is not a layout")
         section = f"for.{word}"
         rows += [replace(row, only=word) for row in _plain(file, section, roles, _INNER)]
         rows += [replace(row, only=word, written=False) for row in _plain(file, f"{section}.also", roles)]
-        ignored[word] = file.texts(f"{section}.ignore")
+        ignored[word], drafts[word] = file.texts(f"{section}.ignore"), file.texts(f"{section}.drafts")
     rows += [replace(row, written=False) for row in _plain(file, "also", roles)]
     for role in absent:
         _known(file.place("absent", role), role, roles.roles, f"role `{role}` is unknown")
@@ -188,7 +191,7 @@ def parse_dialect(file: TableFile, roles: Roles) -> Dialect:
     return Dialect(
         file, words, tuple(rows), joined, str(file.data.get("cache", "")), file.words("shared_head"),
         file.words("prefixes"), dims, absent, ignored, file.texts("refused"), _files(file, dims),
-        file.section("follows"),
+        file.section("follows"), drafts,
     )  # fmt: skip
 
 

@@ -160,6 +160,29 @@ def _transposed(blocks: Blocks, shapes: Sequence[Shape], counts: Counts) -> list
     return [_transpose([blocks], counts, Rank())]
 
 
+# unflatten: an axis of heads before their rows; transpose_heads: the same with each head's matrix transposed
+
+
+def _unflatten_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
+    heads = _heads("unflatten", shapes[0][0], counts)
+    return (heads, shapes[0][0] // heads, *shapes[0][1:])
+
+
+def _transpose_heads_shape(shapes: Sequence[Shape], counts: Counts) -> Shape:
+    heads, *matrix = _unflatten_shape(shapes, counts)
+    return (heads, *_transpose_shape([tuple(matrix)], counts))
+
+
+def _transpose_heads(inputs: list[Blocks], counts: Counts, rank: Rank) -> Blocks:
+    (blocks,), heads = inputs, counts["heads"]
+    parts = split(blocks, [height(blocks) // heads] * heads)
+    return tuple(block for part in parts for block in _transpose([joined(part)], counts, rank))
+
+
+def _heads_transposed(blocks: Blocks, shapes: Sequence[Shape], counts: Counts) -> list[Blocks]:
+    return [joined(_transpose_heads([blocks], counts, Rank()))]
+
+
 # rope: rows of a head from rotate-half order (pairs are half a head apart) to interleaved order (pairs are adjacent)
 
 
@@ -320,11 +343,13 @@ _COMMON = (
     Op("pad", 1, 1, ("multiple",), _pad_shape, _pad, _unpadded),
     Op("shift", 1, 1, ("by",), _same_shape, _shift, _unshifted),
 )
-# For dialects only: a Hugging Face checkpoint is not cut for ranks.
-_OF_RANKS = (
+# For dialects only: a Hugging Face checkpoint is not cut for ranks, nor has it an axis of heads.
+_OF_DIALECTS = (
+    Op("unflatten", 1, 1, ("heads",), _unflatten_shape, _concat, _same),
+    Op("transpose_heads", 1, 1, ("heads",), _transpose_heads_shape, _transpose_heads, _heads_transposed),
     Op("column", 1, 1, ("heads",), _column_shape, _column, _same, optional=True),
     Op("row", 1, 1, ("heads",), _row_shape, _row, _same, optional=True),
     Op("vocab", 1, 1, (), _same_shape, _vocab, _unpadded),
 )
 OPS = {op.name: op for op in _COMMON}
-ALL = OPS | {op.name: op for op in _OF_RANKS}
+ALL = OPS | {op.name: op for op in _OF_DIALECTS}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.errors import PlanError, SourceError
 from bridge.core.text import nearest
 from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec
+from bridge.planning.drafts import check_choice
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, write_checkpoint
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from bridge.targets.generation import Generator
 
 QUANTIZATION_VERSION = 2  # of ggml's block types
+LATENT_KEYS = "mla.k_b.weight"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class GgufOptions:
     """Options of target `gguf`."""
 
     dtype: str | None = option(None, "fp16, bf16, fp32 of unquantized matrices; default: source's")
+    drafts: str | None = option(None, "draft layers (MTP): keep, quantize, drop; default: keep if llama.cpp reads them")
 
 
 class Gguf(StreamedTarget):
@@ -67,7 +70,15 @@ class Gguf(StreamedTarget):
             graph = graphs().get(structure.architecture)
             why = graph.refused if graph else nearest(structure.architecture, dialect.architectures)
             raise PlanError(f"{dialect.file.name} has no layout for {structure.architecture}: {why}")
-        return dataclasses.replace(options, dtype=float_dtype(options.dtype, specs, "that GGUF has"))
+        place = bool(dialect.drafts.get(dialect.architectures[structure.architecture]))
+        if options.drafts:
+            check_choice(options.drafts, scheme)
+        if options.drafts in ("keep", "quantize") and not place:
+            name = graphs()[structure.architecture].name
+            raise PlanError(f"llama.cpp's {name} has no place for draft layers; use drafts='drop' (--drafts drop)")
+        drafts = options.drafts or ("keep" if place else None)
+        dtype = float_dtype(options.dtype, specs, "that GGUF has")
+        return dataclasses.replace(options, dtype=dtype, drafts=drafts)
 
     def why_unsupported(self, format_: Format, options: GgufOptions) -> str:
         return why_unsupported(format_)
@@ -76,17 +87,19 @@ class Gguf(StreamedTarget):
         return "llama.cpp chooses the type of its cache when it runs (--cache-type-k, --cache-type-v); leave out kv"
 
     def why_kept(self, format_: Format, site: Site) -> str:
+        if LATENT_KEYS in site.roles:
+            return "latent keys and values: llama.cpp has them by head, and the keys turned"
         return "convolution: ggml's blocks are of matrices" if site.layout == "conv" else ""
 
     def draft(self, draft: Draft) -> Drafted:
         from bridge.tables.architectures.structure import match_table
         from bridge.tables.dialects.dialect import load_dialect
         from bridge.targets.gguf.metadata import malformed, problems, window_notes
-        from bridge.targets.gguf.steps import Drafting
+        from bridge.targets.gguf.steps import Drafting, with_drafts
         from bridge.targets.gguf.tokenizer import describe
 
-        matched = match_table(draft.config, draft.specs)
-        drafted = Drafting(draft, load_dialect(self.name), matched).drafted()
+        matched, dialect = match_table(draft.config, draft.specs), load_dialect(self.name)
+        drafted = Drafting(draft, dialect, *with_drafts(draft, dialect, matched)).drafted()
         wrong = malformed(matched)
         drafted.problems = [*dict.fromkeys([*drafted.problems, *(("config.json", text) for text in wrong)])]
         if not wrong:
@@ -104,7 +117,7 @@ class Gguf(StreamedTarget):
         from bridge.core.formats.gguf import u32
         from bridge.tables.architectures.structure import match_table
         from bridge.targets.gguf.llama_cpp import graphs
-        from bridge.targets.gguf.metadata import hyperparameters
+        from bridge.targets.gguf.metadata import NEXTN, hyperparameters
         from bridge.targets.gguf.tokenizer import describe
 
         matched = match_table(source.config, source.specs)
@@ -117,7 +130,7 @@ class Gguf(StreamedTarget):
             "general.quantization_version": u32(QUANTIZATION_VERSION),
             "general.alignment": u32(self.align),
             "general.file_type": u32(_file_type(plan)),
-            **hyperparameters(matched),
+            **hyperparameters(matched, sum(NEXTN in output.spec.name for output in plan.outputs)),
             **tokens,
         }
 

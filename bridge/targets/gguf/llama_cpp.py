@@ -14,8 +14,8 @@ from bridge.tables.expressions.grammar import Formula, parse_formula
 _KINDS: dict[str, type] = {  # of a graph's keys
     "name": str, "refused": str, "eps": str, "rms": bool, "activation": str, "activations": list, "biases": list,
     "rotary": bool, "theta": float, "local_theta": float, "rotary_share": float, "scalings": list, "every": int,
-    "window": bool, "root_layers": int, "softcaps": dict, "original_context": bool, "constants": dict, "refuse": dict,
-    "second_scale": bool,
+    "window": bool, "root_layers": int, "softcaps": dict, "original_context": bool, "counts": dict, "numbers": dict,
+    "switches": dict, "refuse": dict, "second_scale": bool,
 }  # fmt: skip
 
 
@@ -40,7 +40,9 @@ class Graph:
     root_layers: int = 0  # layers of the one size with attention divided by the root of hidden / heads, not head_dim
     softcaps: Mapping[str, float] = field(default_factory=dict)  # fields of capped logits -> llama.cpp's own values
     original_context: bool = False  # whether llama.cpp reads the context before scaling
-    constants: Mapping[str, int] = field(default_factory=dict)  # keys with one value
+    counts: Mapping[str, Formula] = field(default_factory=dict)  # more keys: uint32, over dims and config fields
+    numbers: Mapping[str, Formula] = field(default_factory=dict)  # float32
+    switches: Mapping[str, Formula] = field(default_factory=dict)  # bool
     refuse: tuple[tuple[Formula, str], ...] = ()  # conditions on dims and config fields, each with the problem
     second_scale: bool = False  # whether it multiplies by NVFP4's scale of the tensor; others load it and leave it out
 
@@ -64,6 +66,9 @@ def _graph(file: TableFile, section: str, row: Mapping[str, Any]) -> Graph:
         if type(value) is not _KINDS[key]:
             raise file.place(section, key).error(f"`{key}` is a {_KINDS[key].__name__}, not {value!r}")
         given[key] = tuple(value) if isinstance(value, list) else value
+    for key in ("counts", "numbers", "switches"):
+        texts = file.texts(f"{section}.{key}")
+        given[key] = {name: parse_formula(text, file.place(f"{section}.{key}", name)) for name, text in texts.items()}
     conditions = file.texts(f"{section}.refuse")
     refuse = ((parse_formula(text, file.place(f"{section}.refuse", text)), why) for text, why in conditions.items())
     return Graph(**given | {"refuse": tuple(refuse)})

@@ -15,10 +15,11 @@ from bridge.sources.config_json import as_given
 from bridge.sources.configs.rope import Rope, llama3_factors, rope_of
 from bridge.tables.architectures.match import Matched
 from bridge.tables.architectures.meaning import FULL, PARTIAL, SLIDING, is_causal, malformed_rope
-from bridge.tables.expressions.grammar import roles_in
+from bridge.tables.expressions.grammar import Formula, roles_in
 from bridge.targets.gguf.llama_cpp import Graph, graphs
 
 ROPE_FREQS = "rope_freqs.weight"
+NEXTN = ".nextn.eh_proj."  # of each draft layer
 # Fields that are read here, in the config and in its rotary settings.
 _FIELDS = {
     "max_position_embeddings": int, "n_positions": int, "original_max_position_embeddings": int, "sliding_window": int,
@@ -27,11 +28,19 @@ _FIELDS = {
 }  # fmt: skip
 _ROPE = {
     "rope_theta": float, "partial_rotary_factor": float, "factor": float, "low_freq_factor": float,
-    "high_freq_factor": float, "original_max_position_embeddings": int,
+    "high_freq_factor": float, "original_max_position_embeddings": int, "beta_fast": float, "beta_slow": float,
+    "mscale": float, "mscale_all_dim": float,
 }  # fmt: skip
 SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 # What a kind of scaling cannot do without.
-_SCALING = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+_SCALING = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+# Fields of yarn scaling that llama.cpp does not follow, with the value that it takes. It has keys for betas: b11549 ran
+# a file with yarn_beta_slow 2 as one with 1.
+_UNREAD = {"attention_factor": None, "truncate": True, "beta_fast": 32, "beta_slow": 1}
 _LARGEST = {int: 2**32 - 1, float: (2 - 2**-23) * 2.0**127}  # of float32
 
 
@@ -50,9 +59,10 @@ def malformed(matched: Matched) -> list[str]:
     found = [_wrong(config, name, kind) for name, kind in {**_FIELDS, graph.eps: float}.items()]
     for part in parts if graph.rotary else ():
         scaling = str(part.get("rope_type") or part.get("type") or "default")
-        found += [_wrong(part, name, kind, name in _SCALING.get(scaling, ())) for name, kind in _ROPE.items()]
+        needed = _SCALING[scaling] if scaling in graph.scalings else ()
+        found += [_wrong(part, name, kind, name in needed) for name, kind in _ROPE.items()]
         low, high = part.get("low_freq_factor"), part.get("high_freq_factor")
-        if scaling == "llama3" and not any(found) and low >= high:
+        if "low_freq_factor" in needed and not any(found) and low >= high:
             found.append(f"low_freq_factor is {low}; it should be less than high_freq_factor, {high}")
     return list(dict.fromkeys(text for text in found if text))
 
@@ -80,14 +90,26 @@ def problems(matched: Matched) -> Iterator[str]:
     biases = {role for role in roles if role.endswith(".bias") and "norm" not in role}
     if more := sorted(biases.difference(graph.biases)):
         yield f"llama.cpp's {graph.name} has no {', '.join(more)}{_switched(matched, more)}"
-    if "moe.gate.weight" in roles and "mlp.gate.weight" in roles:
+    if {"moe.gate.weight", "mlp.gate.weight"} <= roles and "leading_dense_block_count" not in graph.counts:
         given = _switched(matched, ["moe.gate.weight"])
         yield f"some layers have no experts{given}; llama.cpp's {graph.name} wants them in all"
     for formula, problem in graph.refuse:
-        if formula.value({name: config.get(name) for name in formula.names} | dict(matched.names)):
+        if formula.value(_values(matched, formula)):
             yield problem
     yield from _rope_problems(rotary(config, graph), graph)
     yield from _window_problems(config, matched, graph)
+
+
+def _values(matched: Matched, formula: Formula) -> dict[str, Any]:
+    """Dims and fields of the config, with the defaults of its class."""
+    config = {**matched.table.computes, **matched.config}
+    return {name: config.get(name) for name in formula.names} | dict(matched.names)
+
+
+def _given(matched: Matched, formulas: Mapping[str, Formula]) -> list[tuple[str, object]]:
+    """The values of formulas, without those of fields that the config does not have."""
+    values = [(key, formula.value(_values(matched, formula))) for key, formula in formulas.items()]
+    return [(key, value) for key, value in values if value is not None]
 
 
 def _switched(matched: Matched, roles: Iterable[str]) -> str:
@@ -105,6 +127,14 @@ def _rope_problems(rope: Rope, graph: Graph) -> Iterator[str]:
         plain = as_given({"rope_parameters": {"rope_type": "default", "rope_theta": rope.theta, **part}})
         without = f"write it without scaling, and give llama.cpp --rope-scaling {rope.kind} when it runs: {plain}"
         yield f"{said}; {without if rope.kind in ('linear', 'yarn') else 'take target hf or trt'}"
+    if rope.kind == "yarn" and rope.kind in known:
+        given = rope.scaling
+        own, every = given.get("mscale"), given.get("mscale_all_dim")
+        if own is None or own != every:
+            yield f"mscale is {own} and mscale_all_dim {every}; llama.cpp takes one for both; take target hf or trt"
+        for name, taken in _UNREAD.items():
+            if given.get(name) not in (None, taken):
+                yield f"{name} is {given[name]}; llama.cpp turns as with {taken}; take target hf or trt"
     if graph.local_theta not in (0, rope.local):
         takes = f"llama.cpp's {graph.name} takes {graph.local_theta:.0f}"
         yield f"layers with a window turn with theta {rope.local:g}; {takes}"
@@ -149,8 +179,8 @@ def _context(config: Mapping[str, Any], matched: Matched) -> int:
     return int(str(given or 2048))
 
 
-def hyperparameters(matched: Matched) -> dict[str, Any]:
-    """The keys of the architecture; an array is a tensor that follows from the config."""
+def hyperparameters(matched: Matched, drafts: int = 0) -> dict[str, Any]:
+    """The keys of the architecture with `drafts` draft layers; an array is a tensor that follows from the config."""
     graph, names, config = graphs()[matched.architecture], matched.names, matched.config
 
     def count(name: str) -> int:
@@ -162,7 +192,7 @@ def hyperparameters(matched: Matched) -> dict[str, Any]:
         "vocab_size": u32(count("vocab")),
         "context_length": u32(_context(config, matched)),
         "embedding_length": u32(hidden),
-        "block_count": u32(count("layers")),
+        "block_count": u32(count("layers") + drafts),
         "feed_forward_length": u32(count("ffn" if "ffn" in names else "moe_ffn")),
         "attention.head_count": u32(heads),
         "attention.head_count_kv": u32(int(str(names.get("kv_heads", heads)))),
@@ -170,23 +200,37 @@ def hyperparameters(matched: Matched) -> dict[str, Any]:
         "attention.value_length": u32(head_dim),
         f"attention.layer_norm_{'rms_' if graph.rms else ''}epsilon": f32(float(config[graph.eps])),
     }
+    if drafts:
+        keys["nextn_predict_layers"] = u32(drafts)
     if not is_causal(config):
         keys["attention.causal"] = False
     keys |= _experts(names) | _windows(config, graph)
-    keys = {f"{graph.name}.{key}": value for key, value in keys.items()}
-    if not graph.rotary:
-        return keys
     rope = rotary(config, graph)
-    keys[f"{graph.name}.rope.dimension_count"] = u32(int(head_dim * rope.share))
-    keys[f"{graph.name}.rope.freq_base"] = f32(rope.theta)
-    if rope.kind == "linear":
-        keys[f"{graph.name}.rope.scaling.type"] = "linear"
-        keys[f"{graph.name}.rope.scaling.factor"] = f32(float(rope.scaling["factor"]))
+    if graph.rotary:
+        keys |= _turned(rope, head_dim, _context(config, matched))
     if graph.original_context:
         original = config.get("original_max_position_embeddings") or _context(config, matched)
-        keys[f"{graph.name}.rope.scaling.original_context_length"] = u32(int(original))
-    if rope.kind == "llama3":
+        keys["rope.scaling.original_context_length"] = u32(int(original))
+    keys |= {key: u32(int(str(value))) for key, value in _given(matched, graph.counts)}
+    keys |= {key: f32(float(str(value))) for key, value in _given(matched, graph.numbers)}
+    keys |= {key: bool(value) for key, value in _given(matched, graph.switches)}
+    keys = {f"{graph.name}.{key}": value for key, value in keys.items()}
+    if rope.kind == "llama3" and graph.rotary:
         keys[ROPE_FREQS] = llama3_factors(rope, head_dim, _context(config, matched))
+    return keys
+
+
+def _turned(rope: Rope, head_dim: int, context: int) -> dict[str, Any]:
+    """The keys of rotary settings."""
+    keys: dict[str, Any] = {"rope.dimension_count": u32(int(head_dim * rope.share)), "rope.freq_base": f32(rope.theta)}
+    given = rope.scaling
+    if rope.kind in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": f32(float(given["factor"]))}
+    if rope.kind == "yarn":
+        original = int(given.get("original_max_position_embeddings") or context)
+        keys["rope.scaling.original_context_length"] = u32(original)
+        # sic: a tenth, which llama.cpp's loader multiplies by ten
+        keys["rope.scaling.yarn_log_multiplier"] = f32(0.1 * float(given["mscale_all_dim"]))
     return keys
 
 
@@ -204,5 +248,4 @@ def _windows(config: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     if graph.every:
         keys["attention.sliding_window"] = u32(int(config["sliding_window"]))
-    keys |= {key: u32(value) for key, value in graph.constants.items()}
     return keys | {name: f32(float(config.get(name) or cap)) for name, cap in graph.softcaps.items()}

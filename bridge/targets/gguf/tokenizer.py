@@ -28,7 +28,7 @@ NFC_NOTE = (
     "as macOS writes names of files, becomes other tokens"
 )
 
-KNOWN = "known: GPT-2's, Llama 3's, Qwen 2's and StarCoder's"
+KNOWN = "known: GPT-2's, Llama 3's, Qwen 2's, DeepSeek-V3's and StarCoder's"
 
 
 @dataclass
@@ -108,8 +108,12 @@ def _split(parts: tuple[Part, ...]) -> str:
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and regex and parts[0].get("individual_digits"):
         return "starcoder"
-    known = {pattern: name for name, pattern in token_rows("splits").items()}
-    return known.get(_pattern(parts[0], "Regex"), "") if kinds == ["Split", "ByteLevel"] and not regex else ""
+    if regex or any(kind != "Split" for kind in kinds[:-1]):
+        return ""
+    # ends of lines are characters in the hub's files, and escapes in those that others wrote
+    patterns = [_pattern(part, "Regex").replace("\r", r"\r").replace("\n", r"\n") for part in parts[:-1]]
+    rows = token_rows("splits").items()
+    return next((name for name, given in rows if patterns == ([given] if isinstance(given, str) else given)), "")
 
 
 def _spaces(tokenizer: TokenizerFile, result: Description) -> bool:

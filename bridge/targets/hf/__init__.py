@@ -18,9 +18,8 @@ from bridge.core.text import byte_count, fold_problems, nearest
 from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec, main_dtype
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
-from bridge.planning.drafts import CHOICES as DRAFTS
-from bridge.planning.drafts import without_promise
-from bridge.planning.plan import PASSTHROUGH, Plan
+from bridge.planning.drafts import check_choice, without_promise
+from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import StreamedTarget, check_ranks, float_dtype, option, write_checkpoint
 from bridge.targets.config_json import generation_config, generation_problems, restated
@@ -115,10 +114,7 @@ class Hf(StreamedTarget):
     ) -> HfOptions:
         if options.format not in SPELLINGS:
             raise UsageError(f"format {options.format!r} is unknown; {nearest(options.format, SPELLINGS)}")
-        if options.drafts not in DRAFTS:
-            raise UsageError(f"drafts {options.drafts!r} is unknown; {nearest(options.drafts, DRAFTS)}")
-        if options.drafts == "quantize" and (scheme is None or scheme.name == PASSTHROUGH):
-            raise UsageError("drafts='quantize' (--drafts) needs a scheme too; pass quant='int4_wo', for example")
+        check_choice(options.drafts, scheme)
         byte_count(options.shard_size, "shard_size")
         check_ranks(tp=options.tp)
         return dataclasses.replace(options, dtype=float_dtype(options.dtype, specs, "that weights can be rounded to"))

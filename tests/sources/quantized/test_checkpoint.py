@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import bridge
 from bridge.core.errors import SourceError
 from bridge.sources.opening import open_source
 from bridge.sources.quantized.fields import unknown
@@ -21,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file as torch_load  # noqa: E402
 from safetensors.torch import save_file as torch_save  # noqa: E402
 
+from tests.blocks import ROOT  # noqa: E402
 from tests.models.stored_checkpoints import IDS, deepseek, exported, gpt2, llama, modelopt, ragged  # noqa: E402
 from tests.oracles import compressed_oracle  # noqa: E402
 
@@ -90,6 +92,26 @@ def test_deepseek_blocks_are_dequantized_at_every_ragged_shape(tmp_path: Path, k
         wide = scale.float().repeat_interleave(128, 0)[:out].repeat_interleave(128, 1)[:, :in_]
         want = (codes.float() * wide).to(torch.bfloat16)
         assert torch.equal(values(source, f"{module}.weight"), want), module
+
+
+@pytest.mark.parametrize("kind", ["float32", "e8m0"])
+def test_scales_that_are_powers_of_two_are_copied_with_their_word(tmp_path: Path, kind: str) -> None:
+    tiny, stored = ROOT / "examples" / "models" / "tiny-llama", tmp_path / "stored"
+    bridge.convert(tiny, "hf", "fp8_block", stored, format="deepseek", progress=False, verify=False)
+    tensors, config = torch_load(stored / "model.safetensors"), json.loads((stored / "config.json").read_text())
+    scales = {name: 2.0 ** tensor.log2().ceil() for name, tensor in tensors.items() if name.endswith("_scale_inv")}
+    held = {name: scale.to(torch.float8_e8m0fnu) if kind == "e8m0" else scale for name, scale in scales.items()}
+    torch_save(tensors | held, stored / "model.safetensors", {"format": "pt"})
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+    (stored / "config.json").write_text(json.dumps(config))
+    report = bridge.convert(stored, "hf", None, tmp_path / "out", format="deepseek", progress=False)
+    written = torch_load(tmp_path / "out" / "model.safetensors")
+    assert report.passed and written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in (tensors | scales).items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["scale_fmt"] == "ue8m0"
+    other = bridge.plan(stored, "hf", format="compressed-tensors")
+    assert any("scale_fmt ue8m0 of quantization_config is left out" in note for note in other.notes)
+    assert {o.spec.dtype for o in other.outputs if o.part == "scale"} == {"float32"}
 
 
 def test_deepseek_blocks_are_what_transformers_dequantizes(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_names_are_those_of_gguf_py(family: str, tmp_path: Path) -> None:
     for step in plan.steps:
         name = step.outputs[0].spec.name
         stem, _, suffix = name.rpartition(".")
-        base = step.source.removesuffix(f".{suffix}")
+        base = step.source.removesuffix(f".{suffix}").replace("_correction_bias", "_correction")  # as its converter
         if len(step.inputs) == 1 and step.inputs[0].rows is None and ".experts." not in base:
             assert names.get_name(base, try_suffixes=(".weight", ".bias")) == stem, (base, name)
         assert stem in {names.mapping[key][1] for key in names.mapping}, name
@@ -219,12 +219,38 @@ def test_a_plan_refuses_a_tokenizer_that_llama_cpp_has_not(tmp_path: Path) -> No
         bridge.plan(str(tokenizer.parent), target="gguf")
 
 
+def test_keys_of_latent_attention_and_experts_are_those_of_llama_cpps_converter(tmp_path: Path) -> None:
+    """What convert_hf_to_gguf.py of b11549 writes of this config (conversion/base.py, conversion/deepseek.py)."""
+    bridge.convert(str(save("deepseek2", tmp_path / "model")), target="gguf", out=tmp_path / "out")
+    theirs = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+    want = {
+        "block_count": 3, "attention.head_count": 6, "attention.head_count_kv": 1, "attention.q_lora_rank": 96,
+        "attention.kv_lora_rank": 160, "attention.key_length": 192, "attention.value_length": 160,
+        "attention.key_length_mla": 96, "attention.value_length_mla": 128, "rope.dimension_count": 32,
+        "leading_dense_block_count": 1, "expert_count": 12, "expert_used_count": 5, "expert_shared_count": 2,
+        "expert_group_count": 4, "expert_group_used_count": 2, "expert_gating_func": 2, "expert_weights_norm": True,
+        "expert_weights_scale": 1.5, "expert_feed_forward_length": 64, "feed_forward_length": 320,
+        "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 32,
+        "rope.scaling.yarn_log_multiplier": pytest.approx(0.1),
+    }  # fmt: skip
+    assert {key: theirs[f"deepseek2.{key}"].contents() for key in want} == want
+
+
+def test_latent_keys_and_values_stay_unquantized(tmp_path: Path) -> None:
+    plan = bridge.plan(str(save("deepseek2", tmp_path / "model")), target="gguf", quant="q8_0")
+    kept = {step.outputs[0].spec.name: step.kept for step in plan.steps if not step.format}
+    latent = {name.split(".")[2] for name, why in kept.items() if why.startswith("latent keys")}
+    assert latent == {"attn_k_b", "attn_v_b"}
+    assert {step.outputs[0].spec.name.split(".")[2] for step in plan.quantized} >= {"attn_q_b", "ffn_gate_exps"}
+
+
 def test_rounded_scales_are_told() -> None:
     plan = bridge.plan(str(LLAMA), target="gguf", quant="int4_wo")
     assert any("repeat its scale, rounded to float16" in note for note in plan.notes)
     assert not any("rounded" in note for note in bridge.plan(str(LLAMA), target="gguf", quant=MXFP4).notes)
 
 
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "activation": ("qwen3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "shares": ("qwen3moe", {"norm_topk_prob": False}, "norm_topk_prob is false"),
@@ -232,8 +258,26 @@ CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "attention's divisor": ("gemma3", {"query_pre_attn_scalar": 48}, "query_pre_attn_scalar is 48"),
     "pattern": ("gemma2", {"layer_types": ["full_attention"] * 7}, "layer_types is not llama.cpp's pattern"),
     "scaling": (
-        "qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type 'yarn'",
+        "qwen2", {"rope_parameters": _YARN}, "rope_type 'yarn'",
     ),
+    "yarn": (
+        "deepseek2",
+        {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+        "mscale is 1.0 and mscale_all_dim 0.7; llama.cpp takes one for both",
+    ),
+    "half of yarn": (
+        "deepseek2",
+        {"rope_parameters": _YARN},
+        "mscale is None and mscale_all_dim None",
+    ),
+    "betas": (
+        "deepseek2",
+        {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_slow": 2.0}},
+        "beta_slow is 2.0; llama.cpp turns as with 1",
+    ),
+    "pairs": ("deepseek2", {"rope_interleave": False}, "rope_interleave is false"),
+    "biases": ("deepseek2", {"attention_bias": True}, "llama.cpp's deepseek2 has no biases"),
+    "a Lite model": ("deepseek2", {"num_hidden_layers": 26}, "takes a deepseek2 of 26 or 27 layers"),
     "heads": ("nemotron", {"head_dim": 64}, "heads \\* head_dim is not hidden"),
 }  # fmt: skip
 

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
+from tokenizers import Regex, pre_tokenizers
 
 import bridge
+from bridge.core.formats.gguf import GgufFile
 from bridge.core.mappings import mappings
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
+from bridge.targets.gguf.llama_cpp import token_rows
 from bridge.targets.gguf.runtime import LlamaCpp
 from bridge.targets.manifest import load_manifest
 from tests.blocks import ROOT
 from tests.covering import grid
-from tests.models.gguf_families import FAMILIES, piece_tokenizer, save
+from tests.models.draft_families import KEY, write
+from tests.models.gguf_families import FAMILIES, byte_tokenizer, piece_tokenizer, save
 from tests.oracles.llama_cpp import RoundedInputs, dequantized, log_probabilities
 
 MODELS = ROOT / "examples" / "models"
@@ -66,6 +73,30 @@ def _compared(source: Path, quant: str | Path | None, tmp_path: Path) -> tuple[f
 def test_llama_cpp_computes_the_source_in_float32(family: str, tmp_path: Path) -> None:
     difference, _ = _compared(save(family, tmp_path / family), None, tmp_path)
     assert difference <= (GELU if family.startswith(("gemma", "gpt2", "starcoder")) else FLOAT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", ["keep", "quantize"])
+def test_llama_cpp_loads_a_draft_layer_beside_the_others(drafts: str, tmp_path: Path) -> None:
+    source, quant = save("glm4moe", tmp_path / "model"), "q8_0" if drafts == "quantize" else None
+    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.")}
+    own = {"eh_proj": (192, 384), "enorm": (192,), "hnorm": (192,), "shared_head.norm": (192,)}
+    more = {f"model.layers.3.{name}.weight": torch.randn(shape) for name, shape in own.items()}
+    more |= {name.replace(".2.", ".3.", 1): tensor.clone() for name, tensor in last.items()}
+    write(source, tensors | more, config | {KEY: 1})
+    for choice in (drafts, "drop"):
+        bridge.convert(source, "gguf", quant, tmp_path / choice, drafts=choice, verify=False)
+    files = [tmp_path / choice / "model.gguf" for choice in (drafts, "drop")]
+    np.testing.assert_array_equal(*(log_probabilities(file, [[5, 6, 7]], 300)[0] for file in files))
+    with_it, without = map(GgufFile, files)
+    assert [file.metadata["glm4moe.block_count"] for file in (with_it, without)] == [4, 3]
+    assert with_it.metadata["glm4moe.nextn_predict_layers"] == 1
+    assert np.array_equal(with_it.read("blk.3.nextn.eh_proj.weight"), more["model.layers.3.eh_proj.weight"].numpy())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, 4)
+    drafted = {name for name in with_it.specs if name not in without.specs}
+    assert {names.get_name(f"model.layers.3.{name}") for name in own} <= {name.rpartition(".")[0] for name in drafted}
+    assert (with_it.specs["blk.3.ffn_up_exps.weight"].dtype == "q8_0") == (drafts == "quantize")
 
 
 @grid(
@@ -145,3 +176,19 @@ def test_a_text_becomes_the_pieces_of_sentencepiece(spaces: str, tmp_path: Path)
     used = set().union(*tokens.values())
     assert used.intersection(bytes_) and len(used.intersection(pieces)) > 20
     _reads(tmp_path / "out" / "model.gguf", tokens, 400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["escaped", "as characters"])
+def test_a_text_becomes_the_words_of_deepseeks_three_expressions(ends: str, tmp_path: Path) -> None:
+    source, tokenizer = save("mistral", tmp_path / "mistral"), byte_tokenizer()
+    patterns = token_rows("splits")["deepseek-v3"]
+    if ends == "as characters":
+        patterns = [pattern.replace(r"\r", "\r").replace(r"\n", "\n") for pattern in patterns]
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.save(str(source / "tokenizer.json"))
+    bridge.convert(str(source), target="gguf", out=tmp_path / "out", verify=False)
+    assert GgufFile(tmp_path / "out" / "model.gguf").metadata["tokenizer.ggml.pre"] == "deepseek-v3"
+    _reads(tmp_path / "out" / "model.gguf", {text: tokenizer.encode(text).ids for text in TEXTS}, 300)
