@@ -136,6 +136,11 @@ def layer_of(name: str) -> int | None:
     return int(match[0]) if match else None
 
 
+def layer_numbers(name: str) -> list[int]:
+    """Return the numbers of a tensor's name, of layers and experts: `layers.3.experts.0.up` -> [3, 0]."""
+    return [int(number) for number in _NUMBER.findall(name)]
+
+
 def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     """Group items by key, in the order of each key's first item."""
     groups: dict[Hashable, list[T]] = {}
