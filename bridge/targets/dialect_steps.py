@@ -15,6 +15,8 @@ from bridge.tables.dialects.layout import Roles, lay_out, locate, roles_by_layer
 from bridge.tables.expressions.ops import Rank
 from bridge.tables.expressions.regions import Blocks, Refusal, height
 
+ANY_CLASS = "targets hf and trt need no layout"  # what to do where a dialect has none for a class
+
 
 @dataclass(frozen=True)
 class Placed:

@@ -124,8 +124,8 @@ def test_a_tensor_with_the_same_bytes_under_another_name_is_renamed(out: Path, g
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("layers.0.mlp.up_proj", "layers.0.mlp.fc1", "layers.0.mlp.up_proj.weight: is now model.layers.0.mlp.fc1.weight"),
-        ("layers.1.mlp.up_proj", "layers.7.mlp.fc1", "layers.1.mlp.up_proj.weight: is now model.layers.7.mlp.fc1.weight"),
+        ("layers.0.mlp.up_proj", "layers.0.mlp.fc1", "layers.0.mlp.up_proj.weight: is now model.layers.0.mlp.fc1."),
+        ("layers.1.mlp.up_proj", "layers.7.mlp.fc1", "layers.1.mlp.up_proj.weight: is now model.layers.7.mlp.fc1."),
         ("mlp.up_proj", "mlp.fc1", "layers.{0..4}.mlp.up_proj.weight (5): is now model.layers.{0..4}.mlp.fc1.weight"),
     ],
 )  # fmt: skip
