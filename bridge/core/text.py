@@ -12,6 +12,7 @@ from typing import TypeVar
 from bridge.core.errors import SourceError, UsageError
 
 T = TypeVar("T")
+_CLASS = re.compile(r"For[A-Z]\w+$")  # what most names of classes end with, whatever the model
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 SHOWN = 8  # problems or names in one message; a checkpoint of Git-LFS pointers has hundreds of the same
@@ -22,12 +23,22 @@ MAX_COMPONENTS = 32  # of a name that is folded; each takes a pass over all name
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "known: a, b, c; nearest: b" for an error about an unknown `name`."""
+    names = sorted(known)
+    return f"known: {', '.join(names)}" + (f"; nearest: {close}" if (close := near(name, names)) else "")
+
+
+def near(name: str, known: Iterable[str], alike: float = ALIKE) -> str:
+    """Return the name that is near to an unknown one, "" without one; of classes what is before `ForCausalLM` counts.
+
+    >>> near("Llama2ForCausalLM", ["LlamaForCausalLM"]), near("OlmoForCausalLM", ["GemmaForCausalLM"])
+    ('LlamaForCausalLM', '')
+    """
     import difflib
 
-    names = sorted(known)
-    short = [known for known in names if len(known) <= MAX_COMPARED]
-    close = difflib.get_close_matches(name[:MAX_COMPARED], short, n=1, cutoff=ALIKE)
-    return f"known: {', '.join(names)}" + (f"; nearest: {close[0]}" if close else "")
+    name, stems = name[:MAX_COMPARED], {each: _CLASS.sub("", each) for each in known if len(each) <= MAX_COMPARED}
+    like = difflib.get_close_matches(_CLASS.sub("", name), {*stems.values()}, n=len(stems) or 1, cutoff=alike)
+    close = difflib.get_close_matches(name, [each for each in stems if stems[each] in like], n=1, cutoff=alike)
+    return close[0] if close else ""
 
 
 def number(count: int, word: str, words: str = "") -> str:
@@ -134,6 +145,11 @@ def layer_of(name: str) -> int | None:
     """Return the number of a tensor's layer, None outside a layer."""
     match = _NUMBER.search(name)
     return int(match[0]) if match else None
+
+
+def layer_numbers(name: str) -> list[int]:
+    """Return the numbers of a tensor's name, of layers and experts: `layers.3.experts.0.up` -> [3, 0]."""
+    return [int(number) for number in _NUMBER.findall(name)]
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from bridge.core.text import grouped
 from bridge.planning.contract_files import runtimes
 from bridge.planning.contracts import Verdict, verdicts
 from bridge.planning.plan import Plan
@@ -74,4 +75,6 @@ def loading_line(entries: Iterable[Loading]) -> str:
     refused = sorted((entry for entry in entries if not entry.mistake), key=lambda entry: INSTEAD not in entry.where)
     why = next((f" ({entry.program}: {entry.where})" for entry in refused), "")  # what to write comes first
     loaded = ", ".join(names) or f"no program that a contract is about{why}"
-    return "; ".join([loaded, *(f"not {e.program}: {e.mistake}" for e in entries if e.mistake)]) if entries else ""
+    mistaken = grouped((entry for entry in entries if entry.mistake), lambda entry: entry.mistake)
+    not_in = (f"not {', '.join(entry.program for entry in group)}: {group[0].mistake}" for group in mistaken)
+    return "; ".join([loaded, *not_in]) if entries else ""

@@ -29,12 +29,32 @@ def as_given(entries: Mapping[str, Any]) -> str:
 
 
 def settle_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
-    """Return `changed_config`; SourceError for NaN, and for sizes that are negative or infinite."""
+    """Return `changed_config`; SourceError for values that no class takes, and for given entries that none reads."""
+    from bridge.tables.architectures.arch import load_arch
+    from bridge.tables.architectures.meaning import impossible, not_read
+
+    given, stated = _given(given), config or {}
     config = changed_config(config, given)
+    of = "config.json" if given is None else "the config, with what config= (--config) gives"
     if wrong := list(_impossible(config)):
-        of = "config.json" if given is None else "the config, with what config= (--config) gives"
         raise SourceError(f"{of}: {', '.join(wrong)}: sizes are numbers from 0 on, and nothing is NaN; correct it")
+    architecture = config["architectures"][0]
+    table = load_arch(architecture)
+    if table and (wrong := list(impossible(table, config))):
+        raise SourceError(f"{of}: {'; '.join(wrong)}; correct it")
+    changes = (
+        isinstance(given, Mapping) and not {"architectures", "model_type"} <= given.keys()
+    )  # else it is a whole one
+    if changes and (wrong := list(not_read(given, stated, architecture))):
+        raise SourceError(f"config= (--config): {'; '.join(wrong)}; correct the name, or leave it out")
     return config
+
+
+def _given(given: Any) -> Any:
+    """What a caller gave: text and files as their JSON object, anything else as it is."""
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        return read_json(given.encode(), "config= (--config)")
+    return read_json(Path(given), f"config={given} (--config)") if isinstance(given, str | Path) else given
 
 
 def changed_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
@@ -42,10 +62,7 @@ def changed_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
 
     given: a mapping, a JSON object as text, the path of one, or a config object.
     """
-    if isinstance(given, str) and given.lstrip().startswith("{"):
-        given = read_json(given.encode(), "config= (--config)")
-    elif isinstance(given, str | Path):
-        given = read_json(Path(given), f"config={given} (--config)")
+    given = _given(given)
     if isinstance(given, Mapping):
         config = {**_without_outranked(config or {}, given), **given}
     elif hasattr(given, "to_dict"):

@@ -44,7 +44,7 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     from bridge.core.files.archive import open_folder
     from bridge.sources.configs.derive import Declared
     from bridge.sources.dialects.hf_names import hugging_faces, unwrapped
-    from bridge.sources.dialects.opening import Foreign, dialect_of, given_config, source_of, training
+    from bridge.sources.dialects.opening import Foreign, dialect_of, given_config, refused, source_of, training
     from bridge.sources.weights.distributed import distributed
 
     root = as_path(model)
@@ -70,6 +70,8 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
             f"{model}: its tensors have Hugging Face names ({named(container.specs)}), but nothing says of which "
             "model; put its config.json beside them, or give config="
         )
+    if wrong := refused(container.specs, "torchtitan"):
+        raise listed(str(model), wrong)
     # A head that the config ties to the embedding: one tensor is saved under both names.
     copies = [name for name in HEADS if name in container.specs and settled.get("tie_word_embeddings")]
     checkpoint = Foreign(

@@ -17,6 +17,8 @@ from bridge.tables.expressions.ops import Rank
 from bridge.tables.expressions.regions import Blocks, Refusal, height
 from bridge.tables.expressions.shapes import counts_of
 
+ANY_CLASS = "targets hf and trt need no layout"  # what to do where a dialect has none for a class
+
 
 @dataclass(frozen=True)
 class Placed:

@@ -11,7 +11,7 @@ from bridge.core.errors import UsageError
 from bridge.core.values import Program, Structure
 from bridge.planning.target import Draft, Drafted
 from bridge.sources.config_json import as_given
-from bridge.tables.architectures.meaning import FULL, window_of
+from bridge.tables.architectures.meaning import FULL, INSTEAD, window_of
 from bridge.targets.checkpoint import option, write_checkpoint
 from bridge.targets.dcp.target import HELP, DcpTarget, written_config
 
@@ -116,11 +116,12 @@ def _rope(matched: Matched, kinds: Collection[str]) -> Iterator[str]:
         return
     rope = rope_of(matched.config, share=float(str(matched.table.computes.get(PARTIAL) or 1)))
     if rope.kind not in kinds:
-        yield f"rope_type is {rope.kind!r}; torchtitan's model has {' and '.join(kinds)}"
+        yield f"rope_type is {rope.kind!r}; torchtitan's model has {' and '.join(kinds)}; {INSTEAD}"
     if rope.share != 1:
-        yield f"{PARTIAL} is {rope.share}; torchtitan's model turns whole heads"
+        yield f"{PARTIAL} is {rope.share}; torchtitan's model turns whole heads; {INSTEAD}"
     if rope.kind == "yarn" and "kv_rank" in matched.names and not _is_of_scores(rope.scaling):
-        yield "rope_type is 'yarn' without equal mscale and mscale_all_dim; torchtitan's model scales scores alone"
+        lacks = "without equal mscale and mscale_all_dim"
+        yield f"rope_type is 'yarn' {lacks}; torchtitan's model scales scores alone; {INSTEAD}"
 
 
 def _is_of_scores(scaling: Mapping[str, Any]) -> bool:

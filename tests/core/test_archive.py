@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import os
@@ -104,6 +105,11 @@ def test_names_outside_its_directory_refuse_an_archive(root: Path, tmp_path: Pat
     assert "(../outside.txt, ./a/../../up, /etc/absolute)" in str(caught.value)
 
 
+def test_names_that_stay_inside_are_read_wherever_they_lead_on_the_way(root: Path, tmp_path: Path) -> None:
+    archive = pack(tmp_path / "m.nemo", root, change=lambda tar: add(tar, "./a/../b/./c.ckpt", b"data"))
+    assert open_folder(archive).files["b/c.ckpt"].content(10) == b"data"
+
+
 def test_unsafe_members_are_skipped_and_said(root: Path, tmp_path: Path) -> None:
     def change(tar: tarfile.TarFile) -> None:
         add(tar, "./link", type=tarfile.SYMTYPE, linkname="/etc/passwd")
@@ -157,7 +163,16 @@ def test_a_damaged_or_too_large_compressed_archive_leaves_no_copy(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     archive = tmp_path / "m.nemo"
     archive.write_bytes(gzip.compress(whole)[:-9])
-    assert "its compression is damaged" in refusal(archive)
+    assert "cannot be decompressed (Compressed file ended before" in refusal(archive)
+    archive.write_bytes(gzip.compress(whole) + b"more")
+    assert "cannot be decompressed (Not a gzipped file" in refusal(archive)
+    archive.write_bytes(gzip.compress(b"of another kind" * 100))
+    assert "compressed, and what is in it is not a tar archive" in refusal(archive)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: (_ for _ in ()).throw(PermissionError(errno.EACCES, "no")))
+    archive.write_bytes(gzip.compress(whole))
+    assert "cannot be decompressed: " in refusal(archive) and "TMPDIR" not in refusal(archive)
+    monkeypatch.undo()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr("bridge.core.files.decompressed.SPARE", 1 << 62)
     archive.write_bytes(gzip.compress(whole))
     assert "set TMPDIR to a larger disk" in refusal(archive)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 import bridge
 from bridge.api import plans as opening
-from bridge.core.errors import PlanError, SchemeError, UsageError
+from bridge.core.errors import PlanError, SchemeError, SourceError, UsageError
 from bridge.core.parsing.typed_json import typed
 from bridge.planning.plan import Plan
 from bridge.planning.target import Drafted
@@ -154,6 +155,27 @@ def test_a_config_without_a_model_type_is_refused_before_its_graph_is_made(targe
     typed = """--config '{"model_type": "..."}'"""
     with pytest.raises(PlanError, match=f"config.json has no model_type.*{re.escape(typed)}"):
         bridge.plan(str(TINY), target=target, config={"model_type": None})
+
+
+def test_a_checkpoint_without_a_model_type_is_said_to_load_nowhere(tmp_path: Path) -> None:
+    """transformers finds the class by it, and so do the servers that open config.json with transformers."""
+    report = bridge.convert(TINY, "hf", out=tmp_path / "out", config={"model_type": None}, verify=False)
+    assert any(note.startswith("config.json has no model_type") for note in report.notes)
+    assert {program.how for program in report.programs} == {"no"} and not report.command
+    with pytest.raises(ValueError, match="model type"):
+        transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    plain = bridge.convert(TINY, "hf", out=tmp_path / "plain", verify=False)
+    assert {program.how for program in plain.programs} == {"run", "read"} and plain.command
+
+
+@pytest.mark.parametrize("target", ["hf", "gguf", "trt"])
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [({"hiden_act": "gelu"}, "nearest: hidden_act"), ({"rms_norm_eps": "banana"}, "should be a number")],
+)
+def test_a_given_entry_that_is_none_is_refused(target: str, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(SourceError, match=says):
+        bridge.plan(TINY, target, config=given)
 
 
 def test_half_graphs_need_an_opset_with_float32_scales() -> None:

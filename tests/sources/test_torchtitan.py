@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 import bridge
 from bridge.core.errors import SourceError
 from bridge.sources.opening import open_source
+from bridge.tables.dialects.dialect import load_dialect
 from tests.oracles import torchtitan_oracle
 from tests.sources.foreign_checkpoints import CONFIG, llama, spelled
 from tests.sources.tiny_families import build
@@ -196,3 +198,24 @@ def test_a_state_dict_without_its_config_is_told(tmp_path: Path) -> None:
         message = refusal(step, config=config)
         assert "its tensors have Hugging Face names (model.lm_head.weight, model.model.embed_tokens" in message
         assert message.endswith("put its config.json beside them, or give config=")
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("qwen3_5", ["layers.0.attention_norm.weight", "layers.0.attn.in_proj_z.weight", "tok_embeddings.weight"]),
+        ("flux", ["img_in.weight", "double_blocks.0.img_attn.qkv.weight"]),
+    ],
+)
+def test_a_model_of_torchtitan_that_no_table_reads_is_named(model: str, names: list[str], tmp_path: Path) -> None:
+    path = save(tmp_path / "step-1", {name: torch.ones(3, 3) for name in names})
+    assert f"{names[1]}: of torchtitan's {model}, which no table reads; let torchtitan save" in refusal(path)
+
+
+def test_the_names_by_which_such_models_are_known_are_those_of_torchtitan() -> None:
+    package = Path(next(iter(find_spec("torchtitan").submodule_search_locations))) / "models"
+    text = "".join(
+        (package / name).read_text() for name in ("qwen3_5/state_dict_adapter.py", "flux/model/state_dict_adapter.py")
+    )
+    for name in load_dialect("torchtitan").refused:
+        assert f'"{name.replace("{l}", "{}")}"' in text

@@ -7,13 +7,27 @@ import re
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from transformers.activations import ACT2CLS, ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaModel, LlamaRotaryEmbedding
 
 from bridge.core.mappings import own_files, read_table
 from bridge.sources.configs.rope import rope_of
 from bridge.tables.architectures import meaning
 from bridge.tables.architectures.arch import ArchTable, load_arch
-from bridge.tables.architectures.meaning import PARTIAL, as_read, listed, not_followed, not_known, shared
+from bridge.tables.architectures.meaning import (
+    PARTIAL,
+    SPELLED,
+    as_read,
+    impossible,
+    listed,
+    not_followed,
+    not_known,
+    not_read,
+    shared,
+)
 from bridge.tables.architectures.pruning import parse_pruning
 
 TABLES = {path.stem: path for path in own_files("arch")}
@@ -163,6 +177,63 @@ def test_a_field_of_other_classes_is_not_read() -> None:
 def test_an_activation_is_what_its_class_takes_it_for(architecture: str) -> None:
     theirs = config_class(architecture)(hidden_act="gelu").hidden_act
     assert as_read({"hidden_act": "gelu"}, table(architecture))["hidden_act"] == theirs
+
+
+def test_words_for_activations_and_rotary_types_are_those_of_transformers() -> None:
+    words = shared().section("words")
+    assert set(words["activations"]) == set(ACT2CLS)
+    assert set(words["rope_types"]) == {*ROPE_INIT_FUNCTIONS, "default", "mrope", "su"}
+
+
+@pytest.mark.parametrize("name", list(SPELLED))
+def test_two_names_of_an_activation_are_one_function(name: str) -> None:
+    values = torch.linspace(-8, 8, 4001, dtype=torch.float64)
+    assert (ACT2FN[name](values) - ACT2FN[SPELLED[name]](values)).abs().max() < 1e-11
+
+
+def test_a_linear_scaling_by_one_is_none() -> None:
+    entries = {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_theta": 5e5}
+    ours = rope_of(as_read(entries, table("LlamaForCausalLM")))
+    assert (ours.kind, ours.theta) == ("default", 5e5)
+    theirs = config_class("LlamaForCausalLM")(**entries)
+    scaled, _ = ROPE_INIT_FUNCTIONS["linear"](theirs, "cpu")
+    plain = LlamaRotaryEmbedding(config_class("LlamaForCausalLM")(rope_theta=5e5)).inv_freq
+    assert torch.equal(scaled, plain)
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"rms_norm_eps": "banana"}, "rms_norm_eps is 'banana'; it should be a number, as 1e-06 is"),
+        ({"attention_bias": "no"}, "attention_bias is 'no'; it should be true or false, as false is"),
+        ({"hidden_act": 3}, "hidden_act is 3; it should be a word, as 'silu' is"),
+        ({"hidden_act": "gulu"}, "nearest: gelu"),
+        ({"rope_scaling": {"type": "liner"}}, "rope_scaling has the rope_type 'liner'; known: .*; nearest: linear"),
+    ],
+)
+def test_a_value_that_its_class_does_not_take_is_told(entries: dict[str, Any], says: str) -> None:
+    (text,) = impossible(table("LlamaForCausalLM"), entries)
+    assert re.search(says, text)
+    with pytest.raises(Exception, match=r"(?i)validation|hidden_act|gulu|liner"):
+        LlamaModel(config_class("LlamaForCausalLM")(**entries, num_hidden_layers=1))
+
+
+def test_a_given_entry_that_no_code_reads_is_told_with_a_name_that_is_near() -> None:
+    of, stated = "LlamaForCausalLM", {"written_by_us": 1}
+    read = {
+        "rope_theta": 1,
+        "eos_token_id": 2,
+        "name_or_path": "x",
+        "num_labels": 3,
+        "written_by_us": 2,
+        "use_cache": 0,
+    }
+    assert not [*not_read(read, stated, of)]
+    (text,) = not_read({"hiden_act": "silu"}, stated, of)
+    assert text == "hiden_act is no field of LlamaForCausalLM's config, and no code reads it; nearest: hidden_act"
+    (text,) = not_read({"attention_scale": 2}, stated, of)
+    assert text.endswith("no code reads it")
+    assert not [*not_read({"hiden_act": "silu"}, {}, "OfRemoteCode")]
 
 
 def test_every_field_that_computes_has_a_meaning_and_no_other() -> None:

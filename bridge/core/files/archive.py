@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import tarfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import cast
 
 from bridge.core.errors import SourceError
@@ -28,6 +29,16 @@ def open_folder(path: Path) -> Folder:
     ['model_config.yaml', 'model_weights.ckpt']
     """
     return _directory(path) if path.is_dir() else _archive(path)
+
+
+def below(name: str) -> str:
+    """Return a relative name without `.` and `..`; "" if it leads out of its directory.
+
+    >>> below("./a/../b.ckpt"), below("a/../../b.ckpt"), below("/b.ckpt")
+    ('b.ckpt', '', '')
+    """
+    plain = posixpath.normpath(name)
+    return "" if plain.startswith("/") or plain.split("/")[0] == ".." else plain
 
 
 def _directory(root: Path) -> Folder:
@@ -79,8 +90,8 @@ def _archive(path: Path) -> Folder:
     twice: list[str] = []
     outside: list[str] = []
     for member in members:
-        name, place = member.name.removeprefix("./"), PurePosixPath(member.name)
-        if place.is_absolute() or ".." in place.parts:
+        name = below(member.name)
+        if not name:
             outside.append(member.name[:200])
         elif why := _unsafe(member):
             skipped[name] = why

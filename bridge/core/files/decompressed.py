@@ -6,6 +6,7 @@ Weights are read at any place and by several threads, which no compressed stream
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import gzip
 import os
@@ -20,6 +21,7 @@ from bridge.core.files.handles import identity, opened
 from bridge.core.output.temporary import temporary_directory
 
 PIECE = 16 << 20  # bytes in memory at once
+DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)  # the end is missing, or bytes are others than were written
 SPARE = 1 << 30  # bytes of the disk that a copy leaves free
 
 
@@ -33,8 +35,10 @@ def decompressed(path: Path) -> Path:
     try:
         with gzip.open(path) as packed:  # before gigabytes of what is no archive are written
             tarfile.TarInfo.frombuf(packed.read(tarfile.BLOCKSIZE), tarfile.ENCODING, "surrogateescape")
-    except (tarfile.HeaderError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise SourceError(f"{path}: compressed, and holds no tar archive ({error}); get it again") from error
+    except DAMAGED as error:
+        raise SourceError(f"{path}: compressed, and cannot be decompressed ({error}); get it again") from error
+    except tarfile.HeaderError as error:
+        raise SourceError(f"{path}: compressed, and what is in it is not a tar archive ({error})") from error
     return _copy(path, mark)
 
 
@@ -47,17 +51,19 @@ def _copy(path: Path, mark: tuple[int, int, int, int]) -> Path:
         with gzip.open(path) as packed, copy.open("wb") as file:
             while piece := packed.read(PIECE):
                 if shutil.disk_usage(folder).free < SPARE + len(piece):
-                    raise OSError(f"its decompressed copy leaves less than {SPARE >> 30} GiB free in {folder.parent}")
+                    raise OSError(
+                        errno.ENOSPC,
+                        f"its decompressed copy leaves less than {SPARE >> 30} GiB free in {folder.parent}",
+                    )
                 file.write(piece)
         os.utime(copy, ns=(mark[3], mark[3]))
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except DAMAGED as error:
         held.close()
-        raise SourceError(f"{path}: its compression is damaged ({error}); get it again") from error
+        raise SourceError(f"{path}: compressed, and cannot be decompressed ({error}); get it again") from error
     except OSError as error:
         held.close()
-        raise SourceError(
-            f"{path}: compressed, and cannot be decompressed: {reason(error)}; set TMPDIR to a larger disk"
-        ) from error
+        full = "; set TMPDIR to a larger disk" * (error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+        raise SourceError(f"{path}: compressed, and cannot be decompressed: {reason(error)}{full}") from error
     except BaseException:
         held.close()
         raise

@@ -103,13 +103,19 @@ NAMES = ("bos_token", "eos_token", "pad_token")
 
 def token_ids(files: Mapping[str, Path | bytes]) -> dict[str, int | list[int]]:
     """`bos_token_id` and so on, of the tokens that the files name; a file that is not a JSON object is ignored."""
+    return {name: id_ for name, (id_, _) in placed_token_ids(files).items()}
+
+
+def placed_token_ids(files: Mapping[str, Path | bytes]) -> dict[str, tuple[int | list[int], str]]:
+    """What `token_ids` returns, each with the name of the file that has the id."""
     generation, words = _read(files.get(GENERATION)), _read(files.get(TOKENIZER_CONFIG))
-    ids: dict[str, int | list[int]] = {}
+    ids: dict[str, tuple[int | list[int], str]] = {}
     for name in NAMES:
         given = generation.get(f"{name}_id")
-        id_ = given if _is_ids(given) else _id_of(words.get(name), words, files)
-        if id_ is not None:
-            ids[f"{name}_id"] = id_
+        if given is not None and _is_ids(given):
+            ids[f"{name}_id"] = given, GENERATION
+        elif found := _id_of(words.get(name), words, files):
+            ids[f"{name}_id"] = found
     return ids
 
 
@@ -117,19 +123,19 @@ def _is_ids(value: Any) -> bool:
     return type(value) is int or (isinstance(value, list) and bool(value) and all(type(item) is int for item in value))
 
 
-def _id_of(token: Any, words: Mapping[str, Any], files: Mapping[str, Path | bytes]) -> int | None:
-    """The id of a special token: `words` list the added ones by id, else tokenizer.json does."""
+def _id_of(token: Any, words: Mapping[str, Any], files: Mapping[str, Path | bytes]) -> tuple[int, str] | None:
+    """The id of a special token, and its file: `words` list the added ones by id, else tokenizer.json does."""
     token = token.get("content") if isinstance(token, Mapping) else token
     if not isinstance(token, str):
         return None
     listed = words.get("added_tokens_decoder")
     for number, entry in listed.items() if isinstance(listed, Mapping) else ():
         if isinstance(entry, Mapping) and entry.get("content") == token and _ID.fullmatch(number):
-            return int(number)
+            return int(number), TOKENIZER_CONFIG
     added = _read(files.get(TOKENIZER_JSON)).get("added_tokens")
     for entry in added if isinstance(added, list) else ():
         if isinstance(entry, Mapping) and entry.get("content") == token and type(entry.get("id")) is int:
-            return int(entry["id"])
+            return int(entry["id"]), TOKENIZER_JSON
     return None
 
 

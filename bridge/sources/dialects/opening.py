@@ -7,14 +7,14 @@ weight is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import SourceError
 from bridge.core.files.span import Folder
-from bridge.core.text import fold_layers, grouped, named
+from bridge.core.text import fold_layers, fold_problems, grouped, named
 from bridge.core.values import TensorSpec
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.configs.derive import Declared, Derived, hf_config
@@ -129,6 +129,13 @@ def dialect_of(where: str, specs: Mapping[str, TensorSpec]) -> str:
             f"{named(specs)}; add a table of their meaning to mappings/dialects"
         )
     return best
+
+
+def refused(specs: Iterable[str], name: str) -> list[str]:
+    """Tensors of a model that no row of a dialect reads, with the reason, before its config is asked for."""
+    dialect = load_dialect(name)
+    rows = [(row_pattern(key), why) for key, why in dialect.refused.items()]
+    return fold_problems((each, why) for each in specs for row, why in rows if row.fullmatch(dialect.bare(each)))
 
 
 def _rows(dialect: Dialect) -> Callable[[str], DialectRow | None]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import PurePosixPath
 
 import numpy as np
 
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError, collected, located
+from bridge.core.files.archive import below
 from bridge.core.files.span import Extent, Folder, Span
 from bridge.core.formats.inert_pickle import inert
 from bridge.core.formats.safetensors import SafetensorsFile
@@ -168,9 +168,10 @@ def _against_files(folder: Folder, index: Index, headers: Mapping[str, Safetenso
 def _item_problem(folder: Folder, item: Item, nbytes: int, bare: bool) -> str:
     if item.transforms:
         return f"stored through {', '.join(item.transforms)}, which is not supported; save it without extensions"
-    path = PurePosixPath(item.file)
-    if path.is_absolute() or ".." in path.parts or "\\" in item.file:
+    if not below(item.file):
         return "outside the checkpoint's directory, where nothing is read"
+    if "\\" in item.file:
+        return "with a backslash, which is a folder on Windows alone; save it again with / between folders"
     span = folder.files.get(item.file)
     if span is None:
         return folder.skipped.get(item.file) or "missing, though .metadata names it; copy it again"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bridge.core.errors import SourceError
+from bridge.core.files.archive import below
 from bridge.core.formats.inert_pickle import Record, record_class
 from bridge.core.formats.torch_pickle import SIZE, TORCH_DTYPES, Chunk, Item, integers
 from bridge.core.formats.unpickle import Kind, Table, load_bytes, shown
@@ -101,7 +102,7 @@ def _items(storage: Mapping[Any, Any]) -> dict[_Key, Item]:
         transforms = info.get("transform_descriptors") or ()
         if not isinstance(transforms, tuple | list) or not all(isinstance(word, str) for word in transforms):
             raise SourceError(f"{name[:200]} has transform_descriptors that are not a list of names")
-        found[name, box] = Item(file, begin, nbytes, tuple(transforms))
+        found[name, box] = Item(below(file) or file, begin, nbytes, tuple(transforms))
     return found
 
 

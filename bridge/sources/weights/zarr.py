@@ -13,7 +13,7 @@ from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.files.span import Extent, Folder, Span, row_order
 from bridge.core.formats.torch_pickle import integers
-from bridge.core.text import named
+from bridge.core.text import described, fold_problems, named
 from bridge.core.values import TensorSpec, shape_problem
 from bridge.sources.weights.containers import Tile, TiledTensor, TiledTensors, training
 
@@ -42,10 +42,15 @@ def _tensor(name: str, files: Mapping[str, Span]) -> TiledTensor:
     dtype = _dtype(header.get("dtype"))
     if problem := shape_problem(shape) or shape_problem(chunk):
         raise SourceError(problem)
-    if header.get("zarr_format") != 2 or header.get("compressor") or header.get("filters"):
-        raise SourceError("not a plain zarr 2 array: compressed, filtered, or of another version")
-    if header.get("order", "C") != "C" or len(chunk) != len(shape) or 0 in chunk:
-        raise SourceError(f"chunks {chunk} of shape {shape} in order {str(header.get('order'))[:8]!r}: not supported")
+    if (version := header.get("zarr_format")) != 2:
+        raise SourceError(f"zarr_format is {described(version)}; only 2 is read, which Megatron-Core writes")
+    for key in ("compressor", "filters"):
+        if header.get(key):
+            raise SourceError(f"stored with {key} {str(header[key])[:80]}; save it without, as Megatron-Core does")
+    if (order := header.get("order", "C")) != "C":
+        raise SourceError(f"stored in order {str(order)[:8]!r}; save it in order 'C', as Megatron-Core does")
+    if len(chunk) != len(shape) or 0 in chunk:
+        raise SourceError(f"chunks {chunk} do not fit shape {shape}; copy the checkpoint again")
     grid = [-(-n // step) for n, step in zip(shape, chunk, strict=True)]
     if math.prod(grid) > MAX_CHUNKS:
         raise SourceError(f"{math.prod(grid)} chunks; at most {MAX_CHUNKS} are supported")
@@ -61,7 +66,7 @@ def _tensor(name: str, files: Mapping[str, Span]) -> TiledTensor:
             continue
         # Chunks at the edge are stored whole; values beyond the tensor are filler.
         if span.nbytes != math.prod(chunk) * DTYPES[dtype].bits // 8:
-            wrong.append(file)
+            wrong.append((file, f"{span.nbytes} bytes, not the {math.prod(chunk) * DTYPES[dtype].bits // 8}"))
             continue
         offsets = tuple(i * step for i, step in zip(index, chunk, strict=True))
         box = tuple(min(step, n - at) for at, step, n in zip(offsets, chunk, shape, strict=True))
@@ -69,9 +74,12 @@ def _tensor(name: str, files: Mapping[str, Span]) -> TiledTensor:
         parts.append(Tile(offsets, box, extent.read_flat, extent.place))
     if absent:
         more = " and others" if len(absent) > MAX_ABSENT else ""
-        raise SourceError(f"chunks {named(absent)}{more} are missing; copy the checkpoint again")
+        filled = header.get("fill_value")
+        means = "" if filled is None else f", which zarr reads as {described(filled)}, and Megatron-Core writes whole"
+        raise SourceError(f"chunks {named(absent)}{more} are missing{means}; copy the checkpoint again")
     if wrong:
-        raise SourceError(f"chunks {named(wrong)} are not {chunk} of {dtype}: truncated? copy the checkpoint again")
+        whys = fold_problems((file, f"{nbytes} of {chunk} in {dtype}") for file, nbytes in wrong)
+        raise SourceError(f"chunks {'; '.join(whys)}; copy the checkpoint again")
     return TiledTensor(TensorSpec(name, shape, dtype), parts)
 
 

@@ -99,6 +99,11 @@ class ArchTable:
         """Return the name of a row in a checkpoint whose names begin with `prefix`, "" if they lack the table's."""
         return prefix + name.removeprefix(self.prefix) if name.startswith(self.prefix) else name
 
+    @property
+    def sized(self) -> frozenset[str]:
+        """The fields that extents are computed from."""
+        return frozenset(name for formula in self.dims.values() for name in formula.names)
+
     def names(self, config: Mapping[str, object]) -> dict[str, object]:
         """Return config fields (with defaults) and the dims computed from them."""
         fields = {field: config.get(field, default) for field, default in self.config.items()}

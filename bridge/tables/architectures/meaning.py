@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.mappings import TableFile, mappings, read_table
-from bridge.core.text import described
+from bridge.core.text import described, near, nearest
 
 if TYPE_CHECKING:
     from bridge.tables.architectures.arch import ArchTable
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
 PARTIAL = "partial_rotary_factor"
+ACTIVATION = "the activation of the MLP"  # in [meaning] of mappings/config.toml
+_FIELD = re.compile(
+    r"(?m)^ +(?:self\.)?[\"']?([a-z]\w*)[\"']?(?: ?=|: )"
+)  # of a class, of its arguments or its aliases
 
 
 @cache
@@ -48,7 +52,13 @@ def without_origin(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-SPELLED = {"swish": "silu"}  # two names of one function in transformers' ACT2FN
+# Names of one function in transformers' ACT2FN; those of gelu with tanh differ by 1e-12 at most.
+SPELLED = {
+    "swish": "silu", "gelu_python": "gelu", "gelu_accurate": "gelu_new", "gelu_fast": "gelu_new",
+    "gelu_python_tanh": "gelu_new",
+}  # fmt: skip
+INSTEAD = "change it in config.json if that is meant, else take target hf or trt"
+MISSPELLED = 0.8  # how alike a field's name and one that is no field are, of 1, so that it is named
 
 
 def as_read(config: Mapping[str, Any], table: ArchTable) -> dict[str, Any]:
@@ -59,6 +69,7 @@ def as_read(config: Mapping[str, Any], table: ArchTable) -> dict[str, Any]:
     read = dict(config)
     if any(malformed_rope(config)):
         return read
+    read |= {name: _scaled(entry) for name in ("rope_scaling", "rope_parameters") if (entry := read.get(name))}
     scaling, given = read.get("rope_scaling"), read.get("rope_parameters")
     if scaling and given:
         del read["rope_scaling"]
@@ -90,6 +101,16 @@ def _whole(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if scaled or key != PARTIAL}
 
 
+def _scaled(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A rotary entry in which a linear scaling by 1, of the model or of a kind of layers, is none."""
+    entry = {key: _scaled(value) if isinstance(value, Mapping) else value for key, value in entry.items()}
+    if entry.get("rope_type", entry.get("type")) != "linear" or entry.get("factor") != 1:
+        return dict(entry)
+    return {"rope_type": "default"} | {
+        key: value for key, value in entry.items() if key not in ("rope_type", "type", "factor")
+    }
+
+
 def is_causal(config: Mapping[str, Any]) -> bool:
     """Whether a token sees only those before it, in a decoder (`create_causal_mask` of transformers 5.23, Gemma's)."""
     return bool(config.get("is_causal", True)) and not config.get("use_bidirectional_attention")
@@ -111,6 +132,53 @@ def malformed_rope(config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{part} is {described(value)}; it should be an object with rope_type and so on"
 
 
+def impossible(table: ArchTable, config: Mapping[str, Any]) -> Iterator[str]:
+    """What no class of transformers takes: values of another type than the field's, and words that it does not know."""
+    for name, default in {**table.config, **table.computes}.items():
+        value = config.get(name)
+        if value is None or isinstance(value, list) or default in (None, "none") or isinstance(default, list):
+            continue
+        kind = "true or false" if isinstance(default, bool) else "a word" if isinstance(default, str) else "a number"
+        known = {"true or false": int, "a word": str, "a number": int | float}[kind]
+        if not isinstance(value, known) or (kind == "a number" and isinstance(value, bool)):
+            yield f"{name} is {described(value)}; it should be {kind}, as {_shown(default)} is"
+    words = shared().section("words")
+    given = {name: config.get(name) for name, what in shared().section("meaning").items() if what == ACTIVATION}
+    for name, value in given.items():
+        if isinstance(value, str) and value not in words["activations"]:
+            yield f"{name} is {value!r}; {nearest(value, words['activations'])}"
+    if any(malformed_rope(config)):
+        return
+    for name in ("rope_scaling", "rope_parameters"):
+        entry = config.get(name) or {}
+        for part in (entry, *(entry[kind] for kind in (FULL, SLIDING) if entry.get(kind))):
+            kind = part.get("rope_type", part.get("type", "default"))
+            if kind not in words["rope_types"]:
+                yield f"{name} has the rope_type {described(kind)}; {nearest(str(kind), words['rope_types'])}"
+
+
+def not_read(given: Mapping[str, Any], stated: Mapping[str, Any], architecture: str) -> Iterator[str]:
+    """Entries that a caller gives and that no code reads: misspelled ones. A config.json, `stated`, may have any.
+
+    Without transformers' code of the architecture nothing tells them.
+    """
+    code = _code(architecture)
+    fields = {name for file, text in code for name in _FIELD.findall(text) if file.startswith("configuration_")}
+    known = {*stated, *fields, *_elsewhere(), *shared().section("meaning"), *(_FIELD.findall(_base()) if code else ())}
+    for name in given:
+        if code and name not in known and not _reader(name, architecture):
+            close = near(name, {*stated, *fields}, MISSPELLED)
+            hint = f"; nearest: {close}" if close else ""
+            yield f"{name} is no field of {architecture}'s config, and no code reads it{hint}"
+
+
+@cache
+def _base() -> str:
+    """The text of the file with the class of all configs of transformers."""
+    spec = find_spec("transformers")
+    return Path(spec.origin).with_name("configuration_utils.py").read_text("utf-8") if spec and spec.origin else ""
+
+
 def not_followed(
     table: ArchTable, architecture: str, config: Mapping[str, Any], follows: Collection[str]
 ) -> Iterator[str]:
@@ -128,7 +196,7 @@ def not_followed(
                 meaning = shared().section("meaning").get(name, "it changes what the model computes")
                 yield (
                     f"{name} is {_shown(value)} ({meaning}); the output cannot say so and means "
-                    f"{_shown(default)}; change it in config.json if that is meant, else take target hf or trt"
+                    f"{_shown(default)}; {INSTEAD}"
                 )
         elif reader := _reader(name, architecture):
             yield (

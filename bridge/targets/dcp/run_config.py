@@ -7,6 +7,7 @@ difference is an error.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from bridge.sources.configs.families import Family, family_in
 from bridge.sources.configs.megatron import EXPERT_TERMS, TERMS
 from bridge.sources.configs.writers import declared_by_megatron
 from bridge.tables.architectures.match import Matched
+from bridge.tables.architectures.meaning import INSTEAD
 from bridge.tables.dialects.layout import Roles
 
 KIND = "run_config.yaml"
@@ -87,7 +89,7 @@ def check(
     try:
         derived = hf_config("run_config.yaml", "megatron", declared_by_megatron(KIND, {"model": section}), specs).config
     except SourceError as error:
-        raise PlanError(f"{UNSUPPORTED} {error}\n  config.json: {_given(config, matched, family)}") from error
+        raise PlanError(f"{UNSUPPORTED} {error}\n  config.json: {_given(config, family, str(error))}") from error
     terms = _terms(config, matched, family)
     pairs: dict[str, tuple[Any, Any]] = {
         name: (terms[term], derived.get(name)) for name, term in family.says.items() if terms.get(term) is not None
@@ -99,12 +101,16 @@ def check(
         pairs["rope_parameters"] = plain_rope(config, family), plain_rope(derived, family)
     unequal = ((name, *pair) for name, pair in pairs.items() if not _same(*pair))
     if wrong := [f"{name} = {expected!r} would be read as {read!r}" for name, expected, read in unequal]:
-        raise PlanError("\n  ".join([UNSUPPORTED, *wrong, f"config.json: {_given(config, matched, family)}"]))
+        raise PlanError("\n  ".join([UNSUPPORTED, *wrong, INSTEAD]))
 
 
-def _given(config: Mapping[str, Any], matched: Matched, family: Family) -> str:
-    """The entries that decide the section, for a message."""
-    return ", ".join(f"{name} = {config[name]}" for name in {**matched.table.config, **family.says} if name in config)
+def _given(config: Mapping[str, Any], family: Family, error: str) -> str:
+    """The entries that an error is about, by their names or Megatron-Core's; all that decide the section if by none."""
+    given = {name: term for name, term in family.says.items() if name in config}
+    words = {*re.findall(r"\w+", error)}
+    terms = {term for field, term in {**TERMS, **EXPERT_TERMS}.items() if field in words}
+    told = [name for name, term in given.items() if name in words or term in terms]
+    return f"{', '.join(f'{name} = {config[name]}' for name in told or given)}; {INSTEAD}"
 
 
 def _family(matched: Matched) -> Family:

@@ -62,12 +62,13 @@ class DcpTarget(StreamedTarget):
     def resolve(self, options: Any, structure: Structure, scheme: Any, specs: Any) -> Any:
         """Options with the dtype's full name; PlanError if the target's dialect has no layout for the model."""
         from bridge.tables.dialects.dialect import load_dialect
+        from bridge.targets.dialect_steps import ANY_CLASS
 
         dialect = load_dialect(self.name)
         if structure.architecture not in dialect.architectures:
             raise PlanError(
                 f"{dialect.file.name} has no layout for {structure.architecture}; "
-                f"{nearest(structure.architecture, dialect.architectures)}"
+                f"{nearest(structure.architecture, dialect.architectures)}; {ANY_CLASS}"
             )
         chosen = dtype(options.dtype).name if options.dtype else None
         if chosen not in (None, *FLOATS):

@@ -63,13 +63,14 @@ class Gguf(StreamedTarget):
         self, options: GgufOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]
     ) -> GgufOptions:
         from bridge.tables.dialects.dialect import load_dialect
+        from bridge.targets.dialect_steps import ANY_CLASS
         from bridge.targets.gguf.llama_cpp import graphs
 
         dialect = load_dialect(self.name)
         if structure.architecture not in dialect.architectures:
             graph = graphs().get(structure.architecture)
             why = graph.refused if graph else nearest(structure.architecture, dialect.architectures)
-            raise PlanError(f"{dialect.file.name} has no layout for {structure.architecture}: {why}")
+            raise PlanError(f"{dialect.file.name} has no layout for {structure.architecture}: {why}; {ANY_CLASS}")
         place = bool(dialect.drafts.get(dialect.architectures[structure.architecture]))
         if options.drafts:
             check_choice(options.drafts, scheme)

@@ -14,7 +14,7 @@ from bridge.core.text import described
 from bridge.sources.config_json import as_given
 from bridge.sources.configs.rope import Rope, llama3_factors, rope_of
 from bridge.tables.architectures.match import Matched
-from bridge.tables.architectures.meaning import FULL, PARTIAL, SLIDING, is_causal, malformed_rope
+from bridge.tables.architectures.meaning import FULL, INSTEAD, PARTIAL, SLIDING, is_causal, malformed_rope
 from bridge.tables.expressions.grammar import Formula, roles_in
 from bridge.targets.gguf.llama_cpp import Graph, graphs
 
@@ -41,6 +41,7 @@ _SCALING = {
 # Fields of yarn scaling that llama.cpp does not follow, with the value that it takes. It has keys for betas: b11549 ran
 # a file with yarn_beta_slow 2 as one with 1.
 _UNREAD = {"attention_factor": None, "truncate": True, "beta_fast": 32, "beta_slow": 1}
+OTHER_TARGET = "take target hf or trt"  # where no entry of config.json could be changed: the weights are so
 _LARGEST = {int: 2**32 - 1, float: (2 - 2**-23) * 2.0**127}  # of float32
 
 
@@ -83,19 +84,19 @@ def problems(matched: Matched) -> Iterator[str]:
     graph, config = graphs()[matched.architecture], matched.config
     act = config.get(graph.activation, graph.activations[-1])
     if act is not None and act not in graph.activations:
-        yield f"{graph.activation} is {act!r}; llama.cpp's {graph.name} computes {graph.activations[0]}"
+        yield f"{graph.activation} is {act!r}; llama.cpp's {graph.name} computes {graph.activations[0]}; {INSTEAD}"
     if config.get(graph.eps) is None:
         yield f"config.json does not give {graph.eps}, which llama.cpp needs; add it"
     roles = {role for entry, _, _ in matched.placed.values() for role in entry.roles}
     biases = {role for role in roles if role.endswith(".bias") and "norm" not in role}
     if more := sorted(biases.difference(graph.biases)):
-        yield f"llama.cpp's {graph.name} has no {', '.join(more)}{_switched(matched, more)}"
+        yield f"llama.cpp's {graph.name} has no {', '.join(more)}{_switched(matched, more)}; {OTHER_TARGET}"
     if {"moe.gate.weight", "mlp.gate.weight"} <= roles and "leading_dense_block_count" not in graph.counts:
         given = _switched(matched, ["moe.gate.weight"])
-        yield f"some layers have no experts{given}; llama.cpp's {graph.name} wants them in all"
+        yield f"some layers have no experts{given}; llama.cpp's {graph.name} wants them in all; {OTHER_TARGET}"
     for formula, problem in graph.refuse:
         if formula.value(_values(matched, formula)):
-            yield problem
+            yield f"{problem}; {INSTEAD if matched.table.computes.keys() >= {*formula.names} else OTHER_TARGET}"
     yield from _rope_problems(rotary(config, graph), graph)
     yield from _window_problems(config, matched, graph)
 
@@ -126,18 +127,18 @@ def _rope_problems(rope: Rope, graph: Graph) -> Iterator[str]:
         part = {} if rope.share == graph.rotary_share else {PARTIAL: rope.share}
         plain = as_given({"rope_parameters": {"rope_type": "default", "rope_theta": rope.theta, **part}})
         without = f"write it without scaling, and give llama.cpp --rope-scaling {rope.kind} when it runs: {plain}"
-        yield f"{said}; {without if rope.kind in ('linear', 'yarn') else 'take target hf or trt'}"
+        yield f"{said}; {without if rope.kind in ('linear', 'yarn') else OTHER_TARGET}"
     if rope.kind == "yarn" and rope.kind in known:
         given = rope.scaling
         own, every = given.get("mscale"), given.get("mscale_all_dim")
         if own is None or own != every:
-            yield f"mscale is {own} and mscale_all_dim {every}; llama.cpp takes one for both; take target hf or trt"
+            yield f"mscale is {own} and mscale_all_dim {every}; llama.cpp takes one for both; {OTHER_TARGET}"
         for name, taken in _UNREAD.items():
             if given.get(name) not in (None, taken):
-                yield f"{name} is {given[name]}; llama.cpp turns as with {taken}; take target hf or trt"
+                yield f"{name} is {given[name]}; llama.cpp turns as with {taken}; {OTHER_TARGET}"
     if graph.local_theta not in (0, rope.local):
         takes = f"llama.cpp's {graph.name} takes {graph.local_theta:.0f}"
-        yield f"layers with a window turn with theta {rope.local:g}; {takes}"
+        yield f"layers with a window turn with theta {rope.local:g}; {takes}; {INSTEAD}"
 
 
 def _window_problems(config: Mapping[str, Any], matched: Matched, graph: Graph) -> Iterator[str]:
@@ -147,21 +148,22 @@ def _window_problems(config: Mapping[str, Any], matched: Matched, graph: Graph) 
     want = [FULL if (layer + 1) % graph.every == 0 else SLIDING for layer in range(layers)]
     given = config.get("layer_types")
     if given is not None and (not isinstance(given, list | tuple) or list(given) != want):
-        yield f"layer_types is not llama.cpp's pattern, in which every layer number {graph.every} attends to everything"
+        pattern = f"in which every layer number {graph.every} attends to everything"
+        yield f"layer_types is not llama.cpp's pattern, {pattern}; {INSTEAD}"
     if not config.get("sliding_window"):
-        yield f"config.json gives no sliding_window, which llama.cpp's {graph.name} needs"
+        yield f"config.json gives no sliding_window, which llama.cpp's {graph.name} needs; add it, or {OTHER_TARGET}"
     hidden, heads = int(str(matched.names["hidden"])), int(str(matched.names["heads"]))
     scalar = hidden / heads if layers == graph.root_layers else int(str(matched.names["head_dim"]))
     if config.get("query_pre_attn_scalar", 256) != scalar:
         yield (
             f"query_pre_attn_scalar is {config.get('query_pre_attn_scalar', 256)}; with {layers} layers llama.cpp's "
-            f"{graph.name} divides attention by the root of {scalar:g}"
+            f"{graph.name} divides attention by the root of {scalar:g}; {INSTEAD}"
         )
     for name in graph.softcaps:
         if config.get(name, 1) is None:
-            yield f"{name} is null; llama.cpp's {graph.name} caps logits in any case"
+            yield f"{name} is null; llama.cpp's {graph.name} caps logits in any case; {INSTEAD}"
     if capped := [name for name in SOFTCAPS if config.get(name) and not graph.softcaps]:
-        yield f"{' and '.join(capped)} caps logits, which llama.cpp's {graph.name} does not compute"
+        yield f"{' and '.join(capped)} caps logits, which llama.cpp's {graph.name} does not compute; {INSTEAD}"
 
 
 def window_notes(matched: Matched) -> list[str]:

@@ -8,9 +8,8 @@ from string import ascii_letters, digits
 from typing import Any
 
 from bridge.core.formats.gguf import Typed, u32
-from bridge.core.output.names import GENERATION
 from bridge.core.text import described
-from bridge.sources.configs.tokenizer_files import TOKENIZER_CONFIG, token_ids
+from bridge.sources.configs.tokenizer_files import placed_token_ids
 from bridge.targets.gguf.llama_cpp import token_rows
 from bridge.targets.gguf.tokenizer_file import DEFAULT, JSON, SAVE_AGAIN, Files, Part, Reading, TokenizerFile
 
@@ -190,15 +189,14 @@ def _scores(tokens: list[str], tokenizer: TokenizerFile) -> list[float]:
 
 def _ids(files: Files, config: Mapping[str, Any], vocab: int, result: Description) -> dict[str, int]:
     """Ids of special tokens, each a row of the embedding."""
-    given = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")} | token_ids(files)
+    given = {name: (config.get(name), "config.json") for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     ids: dict[str, int] = {}
-    for name, value in given.items():
+    for name, (value, where) in (given | placed_token_ids(files)).items():
         every = value if isinstance(value, list) else [] if value is None else [value]
         wrong = [one for one in every if type(one) is not int or not 0 <= one < vocab]
         if wrong and name == "pad_token_id" and type(wrong[0]) is int:
             result.notes.append(f"{name} {wrong[0]} is left out: it is none of the {vocab} tokens")
         elif wrong:
-            where = ", ".join([*(name for name in (GENERATION, TOKENIZER_CONFIG) if name in files), "config.json"])
             what = f"{name} is {described(wrong[0])}, and the tokens are 0 to {vocab - 1}; give the id of a token"
             result.refuse(what, where)
         elif every:

@@ -21,6 +21,8 @@ from bridge.planning.contracts import verdict
 from bridge.planning.drafts import check_choice, without_promise
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
+from bridge.sources.config_json import as_given
+from bridge.sources.configs.diffusion import is_diffusion
 from bridge.targets.checkpoint import StreamedTarget, check_ranks, float_dtype, option, write_checkpoint
 from bridge.targets.config_json import generation_config, generation_problems, restated
 from bridge.targets.hf.shards import index, names_of
@@ -42,6 +44,10 @@ SERVERS = {
     "transformers": (f'python -c "{GENERATE}" {{out}}', ""),
 }
 UNTIED = "the head is quantized and no longer tied to the embedding: config.json has tie_word_embeddings false"
+NO_CLASS = (
+    "config.json has no model_type, by which transformers, and servers with it, find the class; add it, or give "
+    f"{as_given({'model_type': '...'})}"
+)
 UNFOLDED = "pre_quant_scale stays a tensor beside the weights, since no norm feeds these modules alone"
 
 
@@ -140,7 +146,13 @@ class Hf(StreamedTarget):
     def draft(self, draft: Draft) -> Drafted:
         drafted = Drafting(draft, spelling(draft.options.format)).drafted()
         drafted.problems += generation_problems(draft.side_files)
+        coded = "AutoConfig" in (draft.config.get("auto_map") or {})
+        if not (draft.config.get("model_type") or coded or is_diffusion(draft.config)):
+            drafted.notes.append(NO_CLASS)
         return drafted
+
+    def why_not_loaded(self, plan: Plan) -> str:
+        return NO_CLASS if NO_CLASS in plan.notes else ""
 
     def notes(self, structure: Structure, options: HfOptions) -> tuple[str, ...]:
         if not structure.ungrouped:
@@ -168,7 +180,7 @@ class Hf(StreamedTarget):
 
     def next_command(self, plan: Plan) -> str:
         """The command of a program that loads it, for a language model."""
-        if not plan.architecture.endswith(classes_of("causal-lm")):
+        if self.why_not_loaded(plan) or not plan.architecture.endswith(classes_of("causal-lm")):
             return ""
         loading = (name for name in SERVERS if not verdict(load_runtime(name), plan).why_not)
         program = plan.program or next(loading, "")

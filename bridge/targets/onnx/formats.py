@@ -33,7 +33,9 @@ def least_opset(chosen: str, scheme: Scheme | None, structure: Structure) -> tup
         return 23, f"older ones cannot dequantize to {chosen} with float32 scales"
     if chosen == "bfloat16" and any(site.layout == "conv" for site in structure.sites):
         return 22, "older ones have no convolution of bfloat16"
-    return OLDEST_OPSET, "older ones have no scales of blocks"
+    blocks = any(numeric.per == "block" for format_ in formats for numeric in format_.weight)
+    why = "older ones have no scales of blocks" if blocks else f"{OLDEST_OPSET} is the oldest that bridge writes"
+    return OLDEST_OPSET, why
 
 
 def not_in_onnx_runtime(steps: Iterable[Step]) -> list[str]:

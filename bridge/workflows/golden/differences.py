@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bridge.core.dtypes import DTYPES
-from bridge.core.text import fold_layers, grouped, pattern
+from bridge.core.text import fold_layers, grouped, layer_numbers, pattern
 from bridge.core.values import plain
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.decode import as_floats
@@ -154,9 +154,7 @@ def _renamed(gone: list[Tensor], new: list[Tensor]) -> tuple[list[tuple[Tensor, 
 
 
 def _new_name(one: Tensor, other: Tensor) -> str:
-    """The new name in words, without layers' numbers if these stay, so that layers fold."""
-    name = pattern(other.name) if pattern(one.name) != pattern(other.name) else other.name
-    return f"is now {name}" + f", file {one.file} -> {other.file}" * (one.file != other.file)
+    return f"is now {other.name}" + f", file {one.file} -> {other.file}" * (one.file != other.file)
 
 
 def _by_unique_name(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -238,7 +236,7 @@ def lines(moves: Sequence[Difference]) -> list[str]:
     """One line per kind of difference and of tensor, followed by the origin of the tensors."""
     result: list[str] = []
     shown = sorted((move for move in moves if move.kind != "outputs"), key=lambda move: ORDER.index(move.kind))
-    for group in grouped(shown, lambda m: (m.kind, pattern(m.name), m.text, m.origin and m.origin.id)):
+    for group in grouped(shown, lambda m: (m.kind, pattern(m.name), _folded(m), _source(m))):
         result += _group_lines(group)
     outputs = [move for move in moves if move.kind == "outputs"]
     for move in outputs[:MAX_OUTPUTS]:
@@ -248,6 +246,17 @@ def lines(moves: Sequence[Difference]) -> list[str]:
     return result
 
 
+def _folded(move: Difference) -> str:
+    """A difference's text; of a tensor with a new name that has the same numbers, without them, so that layers fold."""
+    new = move.text.split(";")[0] if move.kind == "renamed" else ""
+    return pattern(move.text) if layer_numbers(move.name) == layer_numbers(new) else move.text
+
+
+def _source(move: Difference) -> Origin | None:
+    """A difference's origin; of a tensor that no plan has, whose origin is its own name, without numbers."""
+    return move.origin and replace(move.origin, tensors=pattern(move.origin.tensors))
+
+
 def _group_lines(group: Sequence[Difference]) -> list[str]:
     first = group[0]
     names = ", ".join(fold_layers(move.name for move in group))
@@ -255,7 +264,8 @@ def _group_lines(group: Sequence[Difference]) -> list[str]:
     measures = [move.measure for move in group if move.measure]
     parts = [_measures_text(first.kind, measures)] if measures else []
     parts += [_ranges(group)] if any(move.before for move in group) else []
-    parts += [first.text] if first.text else []
+    texts = fold_layers(move.text for move in group) if first.kind == "renamed" else [first.text]
+    parts += [text for text in texts if text]
     result = [f"{first.kind:8} {names}{count}: {'; '.join(parts)}"]
     if first.origin and first.kind != "added":
         made = ", ".join(text for text in (first.origin.made, first.origin.format) if text)

@@ -21,7 +21,7 @@ from bridge.core.files.archive import open_folder
 from bridge.sources.weights.dcp import Dcp
 from bridge.sources.weights.dcp_metadata import METADATA, read_index
 from bridge.sources.weights.distributed import distributed
-from tests.sources.weights.dcp_saves import Box, change_metadata, read, save
+from tests.sources.weights.dcp_saves import Box, bits, change_metadata, read, save
 
 ROWS: list[Box] = [((0, 0), (4, 3)), ((4, 0), (1, 3))]
 
@@ -95,17 +95,36 @@ def test_items_of_extensions_are_refused_by_name(tmp_path: Path) -> None:
     assert "stored through stream.zstd/1, which is not supported" in refusal(tmp_path / "c")
 
 
-@pytest.mark.parametrize("outside", ["../other.distcp", "/etc/passwd", "sub/../../x", "..\\x"])
-def test_files_outside_are_not_read(path: Path, outside: str) -> None:
-    (path.parent / "other.distcp").write_bytes(file_of(path, "a", (0, 0)).read_bytes())
+def placed(path: Path, name: Callable[[str], str]) -> None:
+    """Change where `.metadata` says that the items of `a` are."""
 
     def change(metadata: Any) -> None:
         for key, info in list(metadata.storage_data.items()):
             if key.fqn == "a":
-                metadata.storage_data[key] = replace(info, relative_path=outside)
+                metadata.storage_data[key] = replace(info, relative_path=name(info.relative_path))
 
     change_metadata(path, change)
+
+
+@pytest.mark.parametrize("outside", ["../other.distcp", "/etc/passwd", "sub/../../x"])
+def test_files_outside_are_not_read(path: Path, outside: str) -> None:
+    (path.parent / "other.distcp").write_bytes(file_of(path, "a", (0, 0)).read_bytes())
+    placed(path, lambda _: outside)
     assert f"{outside}: outside the checkpoint's directory, where nothing is read (a)" in refusal(path)
+
+
+def test_a_name_with_backslashes_is_refused_as_such(path: Path) -> None:
+    placed(path, lambda _: "sub\\x")
+    assert "sub\\x: with a backslash, which is a folder on Windows alone" in refusal(path)
+
+
+def test_a_file_that_is_named_by_a_way_out_and_back_is_inside(path: Path) -> None:
+    (path / "sub").mkdir()
+    placed(path, lambda name: f"./sub/../{name}")
+    theirs = torch.empty(50, 70)
+    dcp.load({"a": theirs}, checkpoint_id=str(path), no_dist=True)
+    assert torch.equal(theirs, torch.ones(50, 70))
+    assert (read(Dcp(open_folder(path)), "a", 0, 3500) == bits(theirs).ravel()).all()
 
 
 def boxes(*found: Box) -> Callable[[Any], None]:

@@ -79,15 +79,24 @@ def test_missing_and_truncated_chunks_are_named_together(root: Path) -> None:
     (root / "scalar" / "0").write_bytes(b"12")
     message = refusal(root)
     assert "norm: chunks 1 are missing" in message
-    assert "scalar: chunks 0 are not () of float32: truncated?" in message
+    assert "scalar: chunks 0: 2 bytes, not the 4 of () in float32" in message
+
+
+def test_a_missing_chunk_that_zarr_would_fill_is_told_so(tmp_path: Path) -> None:
+    array(tmp_path, "w", torch.ones(3), (2,), fill_value=0.0)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    (tmp_path / "w" / "1").unlink()
+    assert "w: chunks 1 are missing, which zarr reads as 0.0" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("header", "why"),
     [
-        ({"compressor": {"id": "blosc"}}, "compressed, filtered, or of another version"),
-        ({"zarr_format": 3}, "compressed, filtered, or of another version"),
-        ({"order": "F"}, "in order 'F': not supported"),
+        ({"compressor": {"id": "blosc"}}, "stored with compressor {'id': 'blosc'}; save it without"),
+        ({"filters": [{"id": "delta"}]}, "stored with filters [{'id': 'delta'}]; save it without"),
+        ({"zarr_format": 3}, "zarr_format is 3; only 2 is read"),
+        ({"order": "F"}, "stored in order 'F'; save it in order 'C'"),
+        ({"shape": [3, 3]}, "chunks (2,) do not fit shape (3, 3)"),
         ({"dtype": ">f4"}, "dtype '>f4' is not supported"),
         ({"dtype": "nonsense"}, "dtype 'nonsense' is not supported"),
         ({"shape": [-3]}, "must be non-negative integers"),

@@ -60,6 +60,16 @@ def test_a_number_that_is_none_is_refused(field: str) -> None:
         bridge.plan(made(config_of("gemma3", **{field: "many"})), "megatron")
 
 
+def test_a_refusal_names_the_entries_that_it_is_about_and_what_to_do() -> None:
+    with pytest.raises(PlanError) as told:
+        bridge.plan(made(config_of("llama", rms_norm_eps=-1)), "megatron")
+    given = str(told.value).splitlines()[-1]
+    assert (
+        given
+        == "  config.json: rms_norm_eps = -1; change it in config.json if that is meant, else take target hf or trt"
+    )
+
+
 @pytest.mark.parametrize("target", ["megatron", "torchtitan"])
 @pytest.mark.parametrize("field", ["rope_interleave", "norm_topk_prob"])
 def test_what_every_such_checkpoint_does_is_not_left_out(target: str, field: str) -> None:

@@ -289,8 +289,21 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     family, changed, words = CONTRADICTIONS[what]
     name, config = FAMILIES[family]
     monkeypatch.setitem(FAMILIES, family, (name, config | changed))
-    with pytest.raises(PlanError, match=words):
-        bridge.plan(str(save(family, tmp_path / family)), target="gguf")
+    root = save(family, tmp_path / family)
+    with pytest.raises(PlanError, match=words) as told:
+        bridge.plan(str(root), target="gguf")
+    said = next(line for line in str(told.value).splitlines() if re.search(words, line))
+    assert re.search("take target hf or trt$|--config '", said)  # what to do
+
+
+@pytest.mark.parametrize("activation", ["gelu_fast", "gelu_accurate"])
+def test_other_names_of_gelu_with_tanh_are_taken(activation: str, tmp_path: Path) -> None:
+    root = save("gpt2", tmp_path / "gpt2")
+    bridge.convert(root, "gguf", out=tmp_path / "plain", verify=False)
+    content = json.loads((root / "config.json").read_text()) | {"activation_function": activation}
+    (root / "config.json").write_text(json.dumps(content))
+    bridge.convert(root, "gguf", out=tmp_path / "named", verify=False)
+    assert (tmp_path / "plain/model.gguf").read_bytes() == (tmp_path / "named/model.gguf").read_bytes()
 
 
 def test_what_a_refused_scaling_says_to_give_is_taken_as_it_stands(

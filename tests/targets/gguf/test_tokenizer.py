@@ -99,13 +99,13 @@ def test_a_file_that_is_no_object_or_text_is_told(name: str, content: bytes, sou
 def test_all_problems_are_in_one_message(source: Path) -> None:
     edit(source / "tokenizer.json", model(merges=None, vocab=[]))
     (source / "chat_template.jinja").write_bytes(b"\xff")
-    edit(source / "config.json", lambda config: config.update(rms_norm_eps="small"))
+    edit(source / "config.json", lambda config: config.update(rms_norm_eps=-1))
     with pytest.raises(PlanError, match=r"(?s)rms_norm_eps.*model\.vocab.*model\.merges.*chat_template\.jinja"):
         bridge.plan(str(source), target="gguf")
 
 
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "epsilon": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it should be a positive number"),
+    "epsilon": ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05; it should be a positive number"),
     "context": ({"max_position_embeddings": "8k"}, "max_position_embeddings is '8k'; it should be a positive whole"),
     "rope": ({"rope_parameters": "linear"}, "rope_parameters is 'linear'; it should be an object"),
     "rope of layers": ({"rope_parameters": {"full_attention": [1]}}, "full_attention is a list; it should be an"),
@@ -170,7 +170,18 @@ def test_letters_apart_from_their_marks_are_other_tokens_in_llama_cpp(source: Pa
 def test_a_special_token_that_is_none_is_refused(name: str, value: Any, source: Path) -> None:
     (source / "generation_config.json").unlink(missing_ok=True)
     edit(source / "config.json", lambda config: config.update({name: value}))
-    with pytest.raises(PlanError, match=f"{name} is .*and the tokens are 0 to 299"):
+    with pytest.raises(PlanError, match=f"config.json: {name} is .*and the tokens are 0 to 299"):
+        bridge.plan(str(source), target="gguf")
+
+
+def test_a_special_token_that_is_none_is_told_with_the_file_that_names_it(source: Path) -> None:
+    (source / "generation_config.json").write_text('{"eos_token_id": 300}')
+    with pytest.raises(PlanError, match=r"\n  generation_config.json: eos_token_id is 300"):
+        bridge.plan(str(source), target="gguf")
+    (source / "generation_config.json").unlink()
+    words = {"eos_token": "<end>", "added_tokens_decoder": {"301": {"content": "<end>"}}}
+    (source / "tokenizer_config.json").write_text(json.dumps(words))
+    with pytest.raises(PlanError, match=r"\n  tokenizer_config.json: eos_token_id is 301"):
         bridge.plan(str(source), target="gguf")
 
 

@@ -121,6 +121,24 @@ def test_a_tensor_with_the_same_bytes_under_another_name_is_renamed(out: Path, g
     assert "renamed  model.embed_tokens.weight: is now model.wte.weight" in str(moved)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("layers.0.mlp.up_proj", "layers.0.mlp.fc1", "layers.0.mlp.up_proj.weight: is now model.layers.0.mlp.fc1."),
+        ("layers.1.mlp.up_proj", "layers.7.mlp.fc1", "layers.1.mlp.up_proj.weight: is now model.layers.7.mlp.fc1."),
+        ("mlp.up_proj", "mlp.fc1", "layers.{0..4}.mlp.up_proj.weight (5): is now model.layers.{0..4}.mlp.fc1.weight"),
+    ],
+)  # fmt: skip
+def test_a_renamed_tensor_is_told_with_the_number_of_its_layer(
+    old: str, new: str, said: str, out: Path, golden: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(out, tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    file = SafetensorsFile(path)
+    path.write_bytes(file_bytes({name.replace(old, new): file.read(name) for name in file.specs}, {"format": "pt"}))
+    assert f"renamed  model.{said}" in str(bridge.golden.check(golden, tmp_path / "out"))
+
+
 def test_a_missing_weight_file_is_told_before_its_tensors(out: Path, golden: Path, tmp_path: Path) -> None:
     shutil.copytree(out, tmp_path / "out")
     (tmp_path / "out" / "model.safetensors").unlink()

@@ -16,11 +16,13 @@ from typing import Any
 
 from bridge.core.mappings import mappings
 from bridge.core.version import installed
+from bridge.tables.architectures.arch import load_arch
+from bridge.tables.architectures.meaning import listed
 from bridge.targets.onnx.export.export import export_graph
 from bridge.targets.onnx.export.float_graph import plain_bytes
 from bridge.targets.onnx.export.request import PACKAGES
 from bridge.targets.onnx.export.templates.find import ABOUT, ENDING, FOLDER, member_name
-from bridge.targets.onnx.export.templates.sizes import SIZED, Family, read_sizes
+from bridge.targets.onnx.export.templates.sizes import FOLLOWED, Family, read_sizes
 
 # 437 = 19 * 23 heads, 874 = 2 * 437: transformers wants a multiple. All others, and what follows from them, differ.
 HEADS = {"gqa": 19, "mha": 437, "mqa": 1}  # keys and values of a sentinel
@@ -104,7 +106,10 @@ def defaults_of(name: str) -> dict[str, Any]:
     cls = CONFIG_MAPPING[name]
     defaults: dict[str, Any] = json.loads(cls().to_json_string(use_diff=False))
     del defaults["transformers_version"]
-    computed = {field.name: field.default for field in dataclasses.fields(cls) if field.name in SIZED}
+    table = load_arch(FAMILIES[name].architecture)
+    assert table
+    followed = {*table.sized, *FOLLOWED, "rope_parameters"} - listed("without_effect")
+    computed = {field.name: field.default for field in dataclasses.fields(cls) if field.name in followed}
     return defaults | {key: value for key, value in computed.items() if value is not dataclasses.MISSING}
 
 

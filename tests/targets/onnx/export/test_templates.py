@@ -43,6 +43,8 @@ CASES: list[tuple[str, dict[str, Any], str, int]] = [
     ("llama", {**SMALL, "num_key_value_heads": None, "rope_scaling": {"type": "linear", "factor": 4}}, "float32", 23),
     ("qwen2", {**SMALL, "num_hidden_layers": 2, "rope_theta": 1e6, "use_sliding_window": False}, "float16", 21),
     ("qwen2", {**SMALL, "num_key_value_heads": 4, "layer_types": ["full_attention"] * 3}, "float32", 21),
+    ("llama", {**SMALL, "partial_rotary_factor": 0.5, "logit_scale": 0.5}, "float32", 21),  # which its class ignores
+    ("qwen2", {**SMALL, "head_dim": 12}, "float32", 21),
     ("qwen3", {**SMALL, **ALIKE, "tie_word_embeddings": True}, "bfloat16", 21),
     ("qwen3", {**SMALL, "num_key_value_heads": 4, "head_dim": 6}, "float32", 21),
     ("mistral", {**SMALL, "sliding_window": None, "head_dim": 12}, "float32", 21),
@@ -129,8 +131,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "another activation": ("llama", {"hidden_act": "gelu"}),
     "frequencies of another kind": ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
     "an entry of frequencies": ("llama", {"rope_parameters": {"rope_theta": 1e4, "attention_factor": 2.0}}),
-    "a part of each head": ("llama", {"partial_rotary_factor": 0.5}),
-    "an unknown entry": ("llama", {"logit_scale": 0.5}),
+    "a decoder that sees later tokens": ("llama", {"is_causal": False}),
     "one layer": ("llama", {"num_hidden_layers": 1}),
     "one head": ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1}),
     "one key for all": ("llama", {"num_key_value_heads": 1}),
@@ -141,7 +142,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "negative": ("llama", {"intermediate_size": -96}),
     "a window in some layers": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
     "layers of two kinds": ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
-    "a head's width that is not read": ("qwen2", {"head_dim": 16}),
     "another cap": ("gemma2", {"attn_logit_softcapping": 30.0}),
     "attention to both sides": ("gemma3_text", {"use_bidirectional_attention": True}),
     "layers in another order": ("gemma3_text", {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}),
@@ -216,8 +216,9 @@ def test_another_class_of_the_family_is_exported() -> None:
 
 
 FROM_OTHERS = {
-    "_attn_implementation_autoset": True, "do_sample": True, "gradient_checkpointing": False, "mlp_bias": False,
-    "rope_interleaved": False, "temperature": 0.6, "unsloth_fixed": True, "use_mrope": False, "sliding_window": None,
+    "_attn_implementation_autoset": True, "do_sample": True, "gradient_checkpointing": False, "logit_scale": 0.5,
+    "mlp_bias": False, "partial_rotary_factor": 0.5, "rope_interleaved": False, "sliding_window": None,
+    "temperature": 0.6, "unsloth_fixed": True, "use_mrope": False,
 }  # fmt: skip
 
 

@@ -8,23 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.sources.configs.rope import Rope
-from bridge.tables.architectures.meaning import FULL, SLIDING, listed
+from bridge.tables.architectures.arch import ArchTable, load_arch
+from bridge.tables.architectures.meaning import FULL, SLIDING, as_read, malformed_rope, not_followed, not_known
 from bridge.targets.onnx.export.layers import Layers
 from bridge.targets.onnx.export.templates.rotary import read_rope
 
-# What older versions of config.json have in place of `rope_parameters` (see `rotary`) and `layer_types`.
-OLDER = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"}
-WITHOUT_EFFECT = listed("without_effect") | {"max_window_layers"}  # which follow from `layer_types` here
-# Values with which these do nothing, in the families that do not know the entry.
-OFF: dict[str, list[Any]] = {
-    "attention_bias": [False], "mlp_bias": [False], "partial_rotary_factor": [1.0], "rope_interleaved": [False],
-    "sliding_window": [None], "use_mrope": [False],
-}  # fmt: skip
-SIZED = {
-    "head_dim", "hidden_size", "intermediate_size", "layer_types", "num_attention_heads", "num_hidden_layers",
-    "num_key_value_heads", "query_pre_attn_scalar", "rms_norm_eps", "rope_parameters", "sliding_window",
-    "tie_word_embeddings", "vocab_size",
-}  # fmt: skip
+# Fields, beside those of the sizes, whose values a template follows.
+FOLLOWED = frozenset({
+    "layer_types", "query_pre_attn_scalar", "rms_norm_eps", "sliding_window", "sliding_window_pattern",
+    "tie_word_embeddings",
+})  # fmt: skip
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -99,7 +92,12 @@ def sizes_of(config: Mapping[str, Any], family: Family) -> Sizes | None:
 
     Whatever is unusual is declined: the export knows what it means, and says what is wrong with it.
     """
-    if not all(_is_followed(name, value, family) for name, value in config.items()):
+    table = load_arch(family.architecture)
+    same = {name: values for name, values in family.same_graph.items() if name in config}
+    if not table or any(malformed_rope(config)):
+        return None
+    config = as_read({n: v for n, v in config.items() if not any(_same(v, one) for one in same.get(n, []))}, table)
+    if not _is_followed(config, table):
         return None
     if any(not _is_token(config.get(name), config.get("num_hidden_layers")) for name in TOKENS):
         return None
@@ -141,13 +139,13 @@ def read_sizes(config: Mapping[str, Any], family: Family) -> Sizes:
     )
 
 
-def _is_followed(name: str, value: Any, family: Family) -> bool:
-    """Whether the template has what an entry asks for."""
-    if name in WITHOUT_EFFECT or any(_same(value, one) for one in family.same_graph.get(name, [])):
-        return True
-    if name not in family.defaults:
-        return name in OLDER or any(_same(value, one) for one in OFF.get(name, []))
-    return name in SIZED or _same(value, family.defaults[name])
+def _is_followed(config: Mapping[str, Any], table: ArchTable) -> bool:
+    """Whether the template has what the entries ask for: no row that others lack, and no number but the sizes."""
+    switches = table.config.keys() - table.computes.keys() - table.sized - FOLLOWED
+    if not all(_same(config.get(name, table.config[name]), table.config[name]) for name in switches):
+        return False
+    of = table, table.architectures[0], config
+    return not any(not_followed(*of, FOLLOWED)) and not not_known(*of)
 
 
 def _same(value: Any, default: Any) -> bool:
