@@ -12,9 +12,9 @@ from bridge.planning.target import Drafted
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.tables.dialects.dialect import DialectRow
 from bridge.tables.expressions.ops import Rank
+from bridge.tables.llama_cpp import graphs
 from bridge.targets.dialect_steps import DialectDrafting, Placed
 from bridge.targets.gguf.encodings import block_type, coding, rounding_note
-from bridge.targets.gguf.llama_cpp import graphs
 
 FILE = "model.gguf"
 # llama.cpp adds and multiplies in float32 only, and finds the experts in float32.

@@ -11,7 +11,7 @@ from bridge.core.formats.gguf import Typed, u32
 from bridge.core.output.names import GENERATION
 from bridge.core.text import described
 from bridge.sources.configs.tokenizer_files import TOKENIZER_CONFIG, token_ids
-from bridge.targets.gguf.llama_cpp import token_rows
+from bridge.tables.llama_cpp import token_rows
 from bridge.targets.gguf.tokenizer_file import DEFAULT, JSON, SAVE_AGAIN, Files, Part, Reading, TokenizerFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

@@ -23,8 +23,8 @@ from bridge.core.progress import BYTES
 from bridge.core.values import TensorSpec
 from bridge.sources.opening import open_source
 from bridge.tables.dialects.dialect import load_dialect
+from bridge.tables.llama_cpp import graphs, read_graphs
 from bridge.targets import load_target
-from bridge.targets.gguf.llama_cpp import graphs, read_graphs
 from bridge.targets.manifest import load_manifest
 from tests.blocks import ROOT
 from tests.models.gguf_families import FAMILIES, save
