@@ -73,7 +73,9 @@ def _q4_1(blocks: Array) -> Parts:
 
 def _fifth(codes: Array, high: Array) -> Array:
     """Codes of 5 bits, whose highest are a number of 32 bits."""
-    return _codes(codes, 4, 16, 1) | np.unpackbits(high, axis=1, bitorder="little")[:, None, :] << np.uint8(4)
+    highest: Array = np.unpackbits(high, axis=1, bitorder="little")[:, None, :]
+    five: Array = _codes(codes, 4, 16, 1) | highest << np.uint8(4)
+    return five
 
 
 def _q5_0(blocks: Array) -> Parts:

@@ -21,7 +21,6 @@ UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5
 SPACE = "▁"
 ASK = "give the tokenizer of the model: tokenizer= (--tokenizer)"
 _WHOLE_WORDS = "llama-bpe"  # llama.cpp takes words that are tokens before it merges
-_NFC = "qwen2"  # the models' own tokenizers join letters and marks; llama.cpp leaves that out
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 Part = dict[str, Any]
@@ -70,7 +69,7 @@ def _bytes(where: str, metadata: Mapping[str, Any], tokens: Sequence[str]) -> Pa
         parts = [{"type": "Digits", "individual_digits": True}, plain]
     pairs = [_pair(where, merge) for merge in _texts(where, metadata, "merges")]
     return {
-        "normalizer": {"type": "NFC"} if pre == _NFC else None,
+        "normalizer": {"type": form} if (form := token_rows("normalized").get(str(pre))) else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts} if len(parts) > 1 else plain,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": _bpe(pairs, ignore_merges=pre == _WHOLE_WORDS),

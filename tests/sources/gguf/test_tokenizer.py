@@ -15,7 +15,7 @@ from bridge.tables.llama_cpp import token_rows
 from tests.models.gguf_families import byte_tokenizer, piece_tokenizer, save
 
 TEXTS = (
-    "Once upon a time, the other thing", "  two  spaces\n\nand lines\t", "don't we'll I'D", "1234567 + 89", 
+    "Once upon a time, the other thing", "  two  spaces\n\nand lines\t", "don't we'll I'D", "1234567 + 89",
     "naïve café", "日本語 and emoji 🙂", "x=[{}];//#!", "<s>the other</s> thing", "",
 )  # fmt: skip
 
@@ -71,7 +71,8 @@ def test_ends_templates_and_names_are_carried() -> None:
         "tokenizer.ggml.tokens": ["a", "b", "ab", "<x>"],
         "tokenizer.ggml.token_type": [1, 1, 1, 3], "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.bos_token_id": 3,
         "tokenizer.ggml.eos_token_id": 3, "tokenizer.ggml.eot_token_id": 2,
-        "tokenizer.ggml.padding_token_id": 2**32 - 1, "tokenizer.chat_template": "{{ 1 }}", "tokenizer.chat_template.tool": "{{ 2 }}",
+        "tokenizer.ggml.padding_token_id": 2**32 - 1, "tokenizer.chat_template": "{{ 1 }}",
+        "tokenizer.chat_template.tool": "{{ 2 }}",
     }  # fmt: skip
     files = tokenizer_files("x.gguf", metadata)
     config = json.loads(files["tokenizer_config.json"])
