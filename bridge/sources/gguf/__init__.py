@@ -1,4 +1,7 @@
-"""Open a GGUF file: its tensors in Hugging Face's names, with a config.json and a tokenizer made of its keys."""
+"""GGUF files, as llama.cpp loads them, as a source.
+
+Tensors get Hugging Face's names; config.json and tokenizer are made of the file's keys.
+"""
 
 from __future__ import annotations
 

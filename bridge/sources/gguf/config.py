@@ -1,4 +1,7 @@
-"""The terms of a model from the keys of its GGUF file, and from what llama.cpp computes without a key."""
+"""A model's terms from the keys of its GGUF file.
+
+What llama.cpp computes without a key is in its table of graphs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of GGUF files; blocks are decoded to float32 as they are read, a megabyte at a time."""
+"""Tensors of GGUF files; blocks are decoded as they are read."""
 
 from __future__ import annotations
 
