@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # In this order; the last takes every remaining string and path, and says what is wrong. By name, because importing
 # every kind would load modules that most models do not need: a third of the time of opening one.
-KINDS = ("memory", "megatron", "meta", "torchtitan", "hf")
+KINDS = ("memory", "megatron", "meta", "torchtitan", "gguf", "hf")
 MODES = ("merge", "keep")  # of an adapter
 
 
@@ -32,7 +32,7 @@ MODES = ("merge", "keep")  # of an adapter
 def open_source(
     model: Any, config: Any = None, tokenizer: Any = None, base: Any = None, adapter: str | None = None
 ) -> Source:
-    """Open a `transformers` model in memory, a directory, a .nemo, a hub id (`org/name@revision`), or a Source.
+    """Open a `transformers` model in memory, a directory, .nemo or .gguf, a hub id (`org/name@revision`), or a Source.
 
     A directory at s3://, gs://, az://, https:// or hf:// is read there, by byte range.
 

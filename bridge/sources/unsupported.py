@@ -132,7 +132,6 @@ _LAYOUTS = (
 )
 _DIALECTS = (
     ("a TensorRT-LLM checkpoint: give the Hugging Face checkpoint it came from", ("rank0.safetensors",)),
-    ("a GGUF model: give the Hugging Face checkpoint it came from", ("*.gguf",)),
     ("TensorFlow or Flax weights: save them as safetensors with transformers 4", ("tf_model*.h5", "flax_model*")),
     ("an ONNX model: give the checkpoint it was exported from", ("*.onnx",)),
     ("a training run: give one of its checkpoint-* directories", ("checkpoint-[0-9]*",)),

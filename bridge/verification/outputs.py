@@ -78,7 +78,7 @@ def output_parity(
     Against "source" the scheme's gate decides; an unquantized model must lie `within`. Against "modelopt"
     the difference must also stay below the scheme's own error, times `errors`: one code that flips at a tie (6
     of 98,304 in the first layer of a BERT in fp8) changes every later layer and token, so only single nodes can be
-    compared for equality. `last_token`: the graph gives logits of that alone, and reads a prefix for each position.
+    compared for equality. `last_token`: it gives outputs of that alone, and reads a prefix for each position.
     """
     answers: list[np.ndarray] = []
     losses: list[tuple[float, int]] = []

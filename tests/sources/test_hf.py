@@ -450,7 +450,6 @@ def test_directory_with_config_alone(single: Path) -> None:
     ("names", "what"),
     [
         (("model_index.json", "unet/config.json"), "a pipeline of diffusers"),
-        (("model-q4.gguf",), "a GGUF model"),
         (("config.json", "tf_model.h5"), "TensorFlow or Flax weights"),
         (("weights/.metadata",), "weights/ is a distributed checkpoint, as of NeMo 2, but context/"),
         (("checkpoint-500/model.safetensors",), "a training run: give one of its checkpoint-* directories"),

@@ -21,10 +21,12 @@ from bridge.core.values import TensorSpec, shape_problem
 
 MAGIC = b"GGUF"
 VERSION = 3
+READ_VERSIONS = (2, 3)  # 3 added files of big-endian machines, and changed nothing else
 ALIGNMENT = 32  # of ggml's readers, unless the key `general.alignment` says otherwise
 MAX_AXES = 4  # GGML_MAX_DIMS
 MAX_NAME = 63  # GGML_MAX_NAME less the zero byte that ends it
 MAX_HEADER = 512 << 20  # a vocabulary of a million tokens takes 20 MB
+MAX_ITEMS = 1 << 24  # of an array of the header; a vocabulary of a million tokens has as many
 
 # Tensors that follow from the configuration, not from weights.
 COMPUTED = ("rope_freqs.weight",)
@@ -34,7 +36,17 @@ TYPES = {
     "float32": 0, "float16": 1, "q4_0": 2, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14, "int8": 24, "int16": 25,
     "int32": 26, "int64": 27, "float64": 28, "bfloat16": 30, "mxfp4": 39, "nvfp4": 40,
 }  # fmt: skip
-_NAMES = {number: name for name, number in TYPES.items()}
+# Block types that are only read -> number, values of a block, bytes of a block.
+READ_ONLY = {
+    "q4_1": (3, 32, 20), "q5_0": (6, 32, 22), "q5_1": (7, 32, 24), "q2_k": (10, 256, 84), "q3_k": (11, 256, 110),
+    "iq4_nl": (20, 32, 18), "iq4_xs": (23, 256, 136),
+}  # fmt: skip
+_NAMES = {number: name for name, number in TYPES.items()} | {row[0]: name for name, row in READ_ONLY.items()}
+# Types that ggml has and nobody reads here.
+_OTHERS = {
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 41: "Q1_0",
+}  # fmt: skip
 
 # Kind of a value -> the number and the `struct` code of it; "str" and arrays are written otherwise.
 _KINDS = {
@@ -54,6 +66,18 @@ class Typed:
 
     kind: str
     value: Any
+
+
+def block_of(kind: str) -> tuple[int, int]:
+    """Values and bytes of what a type stores in one piece: a block, or one value.
+
+    >>> block_of("q4_1"), block_of("bfloat16")
+    ((32, 20), (1, 2))
+    """
+    if kind in READ_ONLY:
+        return READ_ONLY[kind][1:]
+    dtype = DTYPES[kind]
+    return dtype.block, dtype.nbytes(dtype.block)
 
 
 def u32(value: int) -> Typed:
@@ -114,6 +138,14 @@ def _value(value: Any) -> bytes:
     return struct.pack(f"<I{code}", number, value.value)
 
 
+def _other_version(version: int) -> str:
+    """Why a file of this version is not read, with what to do."""
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in READ_VERSIONS:
+        return "a GGUF file of a big-endian machine; get the file for little-endian ones, which all others are"
+    known = " and ".join(map(str, READ_VERSIONS))
+    return f"GGUF version {version}; this program reads versions {known}; convert the model anew with llama.cpp"
+
+
 class _Reader:
     """Reads the parts of a header, no more of the file; SourceError where it ends too early."""
 
@@ -128,8 +160,7 @@ class _Reader:
         return data
 
     def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
-        if count > self._nbytes:
-            raise SourceError(f"{self._where}: a list of {count} values is longer than the file")
+        self._check_count(count)
         return struct.unpack(f"<{count}{code}", self.take(struct.calcsize(f"<{count}{code}")))
 
     def text(self) -> str:
@@ -147,10 +178,16 @@ class _Reader:
             return self.numbers(self._code(kind))[0]
         kind, count = *self.numbers("I"), *self.numbers("Q")
         if kind == _STRING:
-            if count > self._nbytes:
-                raise SourceError(f"{self._where}: a list of {count} texts is longer than the file")
+            self._check_count(count)
             return [self.text() for _ in range(count)]
         return list(self.numbers(self._code(kind), count))
+
+    def _check_count(self, count: int) -> None:
+        if count > min(self._nbytes, MAX_ITEMS):
+            raise SourceError(
+                f"{self._where}: a list of {count} values in its header, where {MAX_ITEMS} are the most and the file "
+                "may end before; get it again"
+            )
 
     def _code(self, kind: int) -> str:
         if kind not in _CODES:
@@ -170,8 +207,8 @@ class GgufFile:
             if reader.take(4) != MAGIC:
                 raise SourceError(f"{path}: not a GGUF file")
             (version,) = reader.numbers("I")
-            if version != VERSION:
-                raise SourceError(f"{path}: GGUF version {version}; this program reads version {VERSION}")
+            if version not in READ_VERSIONS:
+                raise SourceError(f"{path}: {_other_version(version)}")
             tensors, pairs = reader.numbers("Q", 2)
             self.metadata: dict[str, Any] = {}
             for _ in range(pairs):
@@ -192,11 +229,15 @@ class GgufFile:
             raise SourceError(f"{self.path}: {name} has {axes} axes; ggml has at most {MAX_AXES}")
         shape, (number,), (at,) = reader.numbers("Q", axes)[::-1], reader.numbers("I"), reader.numbers("Q")
         if number not in _NAMES:
-            raise SourceError(f"{self.path}: {name} has ggml type {number}; known: {', '.join(TYPES)}")
+            known = ", ".join(_NAMES.values())
+            raise SourceError(
+                f"{self.path}: {name} has ggml type {_OTHERS.get(number, number)}, which is not read; known: {known}; "
+                "get a file with one of these, for example Q4_K_M"
+            )
         if problem := shape_problem(shape):
             raise SourceError(f"{self.path}: {name} {problem}")
-        if shape and shape[-1] % DTYPES[_NAMES[number]].block:
-            raise SourceError(f"{self.path}: {name}: rows of {shape[-1]} are no blocks of {_NAMES[number]}")
+        if (cols := shape[-1] if shape else 1) % block_of(_NAMES[number])[0]:
+            raise SourceError(f"{self.path}: {name}: rows of {cols} are no blocks of {_NAMES[number]}")
         return TensorSpec(name, shape, _NAMES[number]), at
 
     def _check(self, infos: list[tuple[TensorSpec, int]], start: int, size: int, align: int) -> None:
@@ -206,20 +247,26 @@ class GgufFile:
         for spec, at in sorted(infos, key=lambda info: info[1]):
             if at % align or at < end:
                 raise SourceError(f"{self.path}: {spec.name} is not aligned, or overlaps the tensor before it")
-            end = at + spec.nbytes
+            end = at + self.nbytes(spec.name)
         if start + end > size:
             raise SourceError(
                 f"{self.path}: shorter than its tensors: they end at byte {start + end}, the file has {size}; "
-                "convert again"
+                "get or convert it again"
             )
+
+    def nbytes(self, name: str, count: int | None = None) -> int:
+        """Bytes of the first `count` values of a tensor, which are whole blocks; of all without it."""
+        spec = self.specs[name]
+        block, size = block_of(spec.dtype)
+        return (spec.size if count is None else count) // block * size
 
     def read(self, name: str) -> np.ndarray:
         """Return the storage array of one tensor; of a block type, the bytes of each row."""
-        spec = self.specs[name]
-        dtype = DTYPES[spec.dtype]
-        shape = spec.shape if dtype.block == 1 else (*spec.shape[:-1], dtype.nbytes(spec.shape[-1]))
-        out = aligned_empty((spec.nbytes,), np.uint8)
-        return self.read_bytes(name, 0, spec.nbytes, out).view(dtype.storage).reshape(shape)
+        spec, nbytes = self.specs[name], self.nbytes(name)
+        block, size = block_of(spec.dtype)
+        shape = spec.shape if block == 1 else (*spec.shape[:-1], spec.shape[-1] // block * size)
+        storage = "uint8" if block > 1 else DTYPES[spec.dtype].storage
+        return self.read_bytes(name, 0, nbytes, aligned_empty((nbytes,), np.uint8)).view(storage).reshape(shape)
 
     def read_bytes(self, name: str, begin: int, end: int, out: np.ndarray) -> np.ndarray:
         """Return bytes `begin` to `end` of one tensor, in `out`."""
@@ -231,7 +278,7 @@ class GgufFile:
 
         SourceError at the end if the file changed meanwhile.
         """
-        nbytes = self.specs[name].nbytes
+        nbytes = self.nbytes(name)
         with self.span.opened() as fd:
             for begin in range(0, nbytes, size):
                 out = take(min(size, nbytes - begin))

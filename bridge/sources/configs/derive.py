@@ -67,8 +67,8 @@ def hf_config(
 ) -> Derived:
     """Return the config.json of a checkpoint with the native tensors `specs`; one SourceError lists all problems.
 
-    `dialect` is `megatron`, `torchtitan` or `meta`; `given` is the caller's `config=`; `tokens` counts those of the
-    tokenizer, and is called if nothing else tells the vocabulary.
+    `dialect` is `megatron`, `torchtitan`, `meta` or `gguf`; `given` is the caller's `config=`; `tokens` counts those
+    of the tokenizer, and is called if nothing else tells the vocabulary.
     """
     if not specs:
         raise SourceError(f"{where}: has no tensors of a model; give the checkpoint that does, or save it again")

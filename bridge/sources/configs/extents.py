@@ -177,12 +177,13 @@ _MEGATRON_NAME = re.compile(
 _MEGATRON_EXPERT = re.compile(
     r"mlp\.experts\.(?:(?P<kind>local_experts|experts)\.(?:(?P<e>\d+)\.)?)?(?P<rest>linear_fc[12]\.\w+?)(?P<last>\d+)?"
 )
+_GGUF_NAME = re.compile(r"blk\.(?P<layer>\d+)\.(?P<inside>.*)")
 _TITAN_NAME = re.compile(r"layers\.(?P<layer>\d+)\.(?P<inside>.*)")
 
 
 def layout_of(dialect: str, specs: Mapping[str, TensorSpec]) -> Layout:
-    """Return the layout of `megatron`, `torchtitan` or `meta`; latent attention has its own tensors."""
-    kind, read = ("megatron", _megatron_name) if dialect == "megatron" else ("titan", _titan_name)
+    """Return the layout of `megatron`, `torchtitan`, `meta` or `gguf`; latent attention has its own tensors."""
+    kind, read = _READERS.get(dialect, ("titan", _titan_name))
     present = {term: tuple(endings) for term, endings in _TABLE.section(f"{kind}_present").items()}
     latent, sinks = (any(name.endswith(present[term]) for name in specs) for term in ("mla", "sinks"))
     axes = _TABLE.section(kind) | _TABLE.section(f"{kind}_{'latent' if latent else 'attention'}")
@@ -214,6 +215,14 @@ def _titan_name(name: str) -> Named:
         if template.startswith(new):
             template = old + template.removeprefix(new)
     return Named(template, _number(match["layer"] if match else None))
+
+
+def _gguf_name(name: str) -> Named:
+    match = _GGUF_NAME.fullmatch(name)
+    return Named(f"layer.{match['inside']}", _number(match["layer"])) if match else Named(name)
+
+
+_READERS = {"megatron": ("megatron", _megatron_name), "gguf": ("gguf", _gguf_name)}
 
 
 def _number(index: str | None) -> int | None:

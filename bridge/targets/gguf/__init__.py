@@ -63,8 +63,8 @@ class Gguf(StreamedTarget):
         self, options: GgufOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]
     ) -> GgufOptions:
         from bridge.tables.dialects.dialect import load_dialect
+        from bridge.tables.llama_cpp import graphs
         from bridge.targets.dialect_steps import ANY_CLASS
-        from bridge.targets.gguf.llama_cpp import graphs
 
         dialect = load_dialect(self.name)
         if structure.architecture not in dialect.architectures:
@@ -117,7 +117,7 @@ class Gguf(StreamedTarget):
     def file_metadata(self, plan: Plan, source: Source) -> Mapping[str, Any]:
         from bridge.core.formats.gguf import u32
         from bridge.tables.architectures.structure import match_table
-        from bridge.targets.gguf.llama_cpp import graphs
+        from bridge.tables.llama_cpp import graphs
         from bridge.targets.gguf.metadata import NEXTN, hyperparameters
         from bridge.targets.gguf.tokenizer import describe
 
@@ -174,7 +174,7 @@ class Gguf(StreamedTarget):
 
 def _misread(name: str, tokens: Mapping[str, Any]) -> bool:
     """Whether llama.cpp would take the model for another by its name, and ask for tokens that it has not."""
-    from bridge.targets.gguf.llama_cpp import token_rows
+    from bridge.tables.llama_cpp import token_rows
 
     listed = tokens.get("tokenizer.ggml.tokens")
     known = set(listed.value) if listed else set()

@@ -16,7 +16,7 @@ from bridge.sources.configs.rope import Rope, llama3_factors, rope_of
 from bridge.tables.architectures.match import Matched
 from bridge.tables.architectures.meaning import FULL, INSTEAD, PARTIAL, SLIDING, is_causal, malformed_rope
 from bridge.tables.expressions.grammar import Formula, roles_in
-from bridge.targets.gguf.llama_cpp import Graph, graphs
+from bridge.tables.llama_cpp import Graph, graphs
 
 ROPE_FREQS = "rope_freqs.weight"
 NEXTN = ".nextn.eh_proj."  # of each draft layer

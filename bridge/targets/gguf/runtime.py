@@ -95,7 +95,7 @@ class LlamaCpp:
 
 
 class Runtime:
-    """See `bridge.targets.target.Runnable`; its output is log probabilities, position by position."""
+    """See `bridge.targets.target.Runnable`; its output is log probabilities of the last position alone."""
 
     def __init__(self, path: Path) -> None:
         self.outputs, self.substitute = [LOG_PROBABILITIES], ""
@@ -103,12 +103,9 @@ class Runtime:
         self._engine = LlamaCpp(path)
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run one sequence; llama.cpp keeps what it has computed, so each position costs one token."""
-        rows = []
-        for sequence in feeds["input_ids"]:
-            ids = [int(token) for token in sequence]
-            rows.append([self._engine.log_probabilities(ids[: at + 1], self._vocab) for at in range(len(ids))])
-        return {self.outputs[0]: np.array(rows, np.float32)}
+        """Run each sequence; llama.cpp keeps what it has computed, so the next position of one costs one token."""
+        rows = [self._engine.log_probabilities(ids, self._vocab) for ids in np.asarray(feeds["input_ids"]).tolist()]
+        return {self.outputs[0]: np.array(rows, np.float32)[:, None]}
 
 
 class Generator:

@@ -16,9 +16,9 @@ from bridge.tables.architectures.match import Matched
 from bridge.tables.architectures.structure import match_table
 from bridge.tables.dialects.dialect import Dialect, DialectRow
 from bridge.tables.expressions.ops import Rank
+from bridge.tables.llama_cpp import graphs
 from bridge.targets.dialect_steps import DialectDrafting, Placed
 from bridge.targets.gguf.encodings import block_type, coding, rounding_note
-from bridge.targets.gguf.llama_cpp import graphs
 
 FILE = "model.gguf"
 # llama.cpp adds and multiplies in float32 only, and finds the experts in float32.

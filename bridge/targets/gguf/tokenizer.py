@@ -10,7 +10,7 @@ from typing import Any
 from bridge.core.formats.gguf import Typed, u32
 from bridge.core.text import described
 from bridge.sources.configs.tokenizer_files import placed_token_ids
-from bridge.targets.gguf.llama_cpp import token_rows
+from bridge.tables.llama_cpp import token_rows
 from bridge.targets.gguf.tokenizer_file import DEFAULT, JSON, SAVE_AGAIN, Files, Part, Reading, TokenizerFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

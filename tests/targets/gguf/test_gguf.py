@@ -23,8 +23,9 @@ from bridge.core.progress import BYTES
 from bridge.core.values import TensorSpec
 from bridge.sources.opening import open_source
 from bridge.tables.dialects.dialect import load_dialect
+from bridge.tables.llama_cpp import graphs, read_graphs
 from bridge.targets import load_target
-from bridge.targets.gguf.llama_cpp import graphs, read_graphs
+from bridge.targets.gguf.runtime import LlamaCpp
 from bridge.targets.manifest import load_manifest
 from tests.blocks import ROOT
 from tests.models.gguf_families import FAMILIES, save
@@ -112,6 +113,16 @@ def test_llama3_frequencies_are_those_of_transformers(tmp_path: Path) -> None:
     rotary = transformers.AutoModelForCausalLM.from_pretrained(source).model.rotary_emb
     plain = 1 / 5000.0 ** (torch.arange(0, 64, 2).double() / 64)
     np.testing.assert_allclose(factors, (plain / rotary.inv_freq.double()).numpy(), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_verify_asks_llama_cpp_for_64_positions(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xllamacpp")
+    asked, answer = [], LlamaCpp.log_probabilities
+    monkeypatch.setattr(LlamaCpp, "log_probabilities", lambda *given: asked.append(given) or answer(*given))
+    report = bridge.verify(written, against=str(LLAMA))
+    (row,) = report.parity.outputs
+    assert report.passed and row.positions == len(asked) == 64 and row.cosine > 0.97
 
 
 @pytest.mark.slow

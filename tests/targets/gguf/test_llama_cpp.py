@@ -20,7 +20,7 @@ from bridge.core.formats.gguf import GgufFile
 from bridge.core.mappings import mappings
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
-from bridge.targets.gguf.llama_cpp import token_rows
+from bridge.tables.llama_cpp import token_rows
 from bridge.targets.gguf.runtime import LlamaCpp
 from bridge.targets.manifest import load_manifest
 from tests.blocks import ROOT

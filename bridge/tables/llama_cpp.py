@@ -76,7 +76,7 @@ def _graph(file: TableFile, section: str, row: Mapping[str, Any]) -> Graph:
 
 @cache
 def token_rows(section: str) -> Mapping[str, Any]:
-    """A section of `[tokens]`: `required`, `models` or `splits`."""
+    """A section of `[tokens]`: `required`, `models`, `splits`, `normalized` or `same`."""
     return _table().section(f"tokens.{section}")
 
 

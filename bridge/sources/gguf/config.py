@@ -1,0 +1,172 @@
+"""A model's terms from the keys of its GGUF file.
+
+What llama.cpp computes without a key is in its table of graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from bridge.core.errors import SourceError
+from bridge.core.mappings import mappings, read_table
+from bridge.core.text import nearest
+from bridge.core.values import TensorSpec
+from bridge.sources.configs.derive import Declared
+from bridge.sources.configs.facts import COUNT, NUMBER, TRUTH, Fact, Facts, mistyped, shown
+from bridge.sources.configs.families import Family, family_of
+from bridge.sources.configs.rope import Rope, llama3_factors
+from bridge.tables.architectures.arch import load_arch
+from bridge.tables.expressions.grammar import roles_in
+from bridge.tables.llama_cpp import Graph, graphs
+
+_TABLE = read_table(mappings() / "native_axes.toml")
+ARCHITECTURE = "general.architecture"
+ROUTER = "ffn_gate_inp.weight"  # of a layer with experts
+# Llama 3.1's own numbers beside the factor; `rope_freqs` has their result only.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ORIGINAL = 8192
+_READ = {
+    "rope.dimension_count": COUNT, "attention.causal": TRUTH, "attention.value_length": COUNT,
+    "rope.scaling.original_context_length": COUNT, "rope.scaling.factor": NUMBER,
+}  # fmt: skip
+
+
+def architecture_of(where: str, metadata: Mapping[str, Any], specs: Mapping[str, TensorSpec], given: object) -> str:
+    """The transformers class of a file; SourceError without a table for its architecture.
+
+    `given`: the class that the caller names, if any; one name of llama.cpp's stands for several.
+    """
+    name = metadata.get(ARCHITECTURE)
+    known = sorted({graph.name for graph in graphs().values() if not graph.refused})
+    classes = [one for one, graph in graphs().items() if graph.name == name and not graph.refused]
+    if not classes:
+        near = nearest(name, known) if isinstance(name, str) else f"known: {', '.join(known)}"
+        raise SourceError(f"{where}: {ARCHITECTURE} is {shown(name)}, which has no table here; {near}")
+    if given is not None:
+        if given not in classes:
+            raise SourceError(
+                f"{where}: config=: architectures is {shown(given)}; llama.cpp's {name} is {' or '.join(classes)}"
+            )
+        return str(given)
+    routed = any(tensor.endswith(ROUTER) for tensor in specs)
+    return next((one for one in classes if _routes(one) == routed), classes[0])
+
+
+def _routes(architecture: str) -> bool:
+    rows = table.rows if (table := load_arch(architecture)) else ()
+    return any(row.expr and "moe.router.weight" in roles_in(row.expr) for row in rows)
+
+
+def declared_by_gguf(
+    metadata: Mapping[str, Any], specs: Mapping[str, TensorSpec], architecture: str, factors: np.ndarray | None
+) -> Declared:
+    """The terms of a file.
+
+    `factors`: its tensor `rope_freqs.weight`, float32 [head_dim / 2], which frequencies are divided by.
+    """
+    graph, family = graphs()[architecture], family_of(architecture)
+    if isinstance(family, str):
+        raise SourceError(family)
+    prefix = f"{graph.name}."
+    own = {key.removeprefix(prefix): key for key in metadata if key.startswith(prefix)}
+    facts = {name: Fact(_plain(metadata[key]), key) for name, key in own.items()}
+    words, read = _TABLE.texts("gguf_terms"), _TABLE.texts("gguf_read")
+    refused = {
+        own[
+            name
+        ]: f"{fact}: is not read, so the model may compute otherwise; config={{{own[name]!r}: None}} leaves it out"
+        for name, fact in facts.items()
+        if name not in words and name not in read
+    }
+    problems = mistyped(facts, _READ)
+    terms = {words[name]: fact for name, fact in facts.items() if name in words and fact.value not in (0, None)}
+    terms["tied"] = Fact("output.weight" not in specs, "output.weight")
+    problems += mistyped(terms)
+    _add_fixed(terms, graph, family)
+    scaled = _add_rope(terms, facts, graph, family, factors)
+    value = facts.get("attention.value_length")
+    if value and "head_dim" in terms and value.value != terms["head_dim"].value and "v_dim" not in family.terms:
+        problems.append(f"{value}, but {terms['head_dim']}: {architecture} has one width")
+    return Declared(terms, tuple(problems), () if scaled else ("scaling",), refused)
+
+
+def _plain(value: Any) -> Any:
+    """A float32 as the shortest number that is rounded to it: 1e-05."""
+    return float(str(np.float32(value))) if isinstance(value, float) and np.isfinite(value) else value
+
+
+def _add_fixed(terms: dict[str, Fact], graph: Graph, family: Family) -> None:
+    """Add what llama.cpp's graph computes without a key."""
+    fixed = f"llama.cpp's {graph.name}"
+
+    def default(term: str, value: object) -> None:
+        if term not in terms:
+            terms[term] = Fact(value, fixed)
+
+    wide = "gelu_pytorch_tanh"  # llama.cpp's GELU is the approximation by tanh
+    default("activation", wide if wide in graph.activations else graph.activations[0])
+    default("renormalize", True)
+    for name, cap in graph.softcaps.items():
+        default({"attn_logit_softcapping": "attn_softcap"}.get(name, "logit_softcap"), cap)
+    if "heads" in terms and "hidden" in terms:
+        default("kv_heads", terms["heads"].value)
+        default("head_dim", terms["hidden"].value // terms["heads"].value)
+        if "query_scale" in family.terms and graph.every and "layers" in terms:
+            root = terms["layers"].value == graph.root_layers
+            default("query_scale", terms["hidden"].value // terms["heads"].value if root else terms["head_dim"].value)
+    if graph.every and "pattern" in family.terms:
+        default("pattern", [graph.every - 1, 1])
+    if not graph.every:  # llama.cpp's graph has no window, whatever the key says
+        terms.pop("window", None)
+
+
+def _add_rope(terms: dict[str, Fact], facts: Facts, graph: Graph, family: Family, factors: np.ndarray | None) -> bool:
+    """Add base, turned part and scaling of the rotary embedding; return whether its scaling is known."""
+    if not graph.rotary:
+        terms.pop("theta", None)
+        return True
+    theta = terms.get("theta", Fact(graph.theta, f"llama.cpp's {graph.name}"))
+    pair = isinstance(family.theta, list)
+    terms["theta"] = Fact([graph.local_theta, theta.value], theta.where) if pair else theta
+    turned, head_dim = facts.get("rope.dimension_count"), terms.get("head_dim")
+    share = turned.value / head_dim.value if turned and head_dim else graph.rotary_share
+    if share != 1 or "partial" in family.rope:
+        terms["partial"] = Fact(share, turned.where if turned else f"llama.cpp's {graph.name}")
+    kind = facts.get("rope.scaling.type", Fact("none", ""))
+    found = {} if kind.value == "none" else _scaling(str(kind.value), facts)
+    if factors is not None:
+        found = _llama3(factors, float(theta.value)) if kind.value == "none" else None
+        kind = Fact("llama3", "rope_freqs.weight")
+    if found:
+        terms["scaling"] = Fact(found, kind.where)
+    return found is not None
+
+
+def _scaling(kind: str, facts: Facts) -> dict[str, Any] | None:
+    """The scaling of the keys; None if they do not tell all of it."""
+    names = {"factor": "rope.scaling.factor"}
+    if kind == "yarn":
+        names["original_max_position_embeddings"] = "rope.scaling.original_context_length"
+    if kind not in ("linear", "yarn") or not facts.keys() >= {*names.values()}:
+        return None
+    return {"rope_type": kind, **{name: facts[key].value for name, key in names.items()}}
+
+
+def _llama3(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
+    """The scaling of Llama 3.1 and later that gives these factors, with its `_LLAMA3`; None if none does.
+
+    Between the wavelengths that stay and those that are divided by the whole factor, each factor tells the original
+    length.
+    """
+    factor, low, high = float(factors.max()), *_LLAMA3.values()
+    between = (factors > 1) & (factors < factor)
+    wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
+    smooth = (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
+    lengths = wavelengths[between] * (low + smooth * (high - low))
+    original = round(float(np.median(lengths))) if len(lengths) else ORIGINAL
+    given = {"factor": factor, **_LLAMA3, "original_max_position_embeddings": original}
+    wanted = llama3_factors(Rope(theta, "llama3", given, theta, 1.0), 2 * len(factors), original)
+    return {"rope_type": "llama3", **given} if np.allclose(wanted, factors, rtol=1e-4) else None
