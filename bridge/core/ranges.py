@@ -1,4 +1,4 @@
-"""The versions of packages that this one was seen to work with, as its metadata declares them."""
+"""Check installed packages against the ranges that our metadata declares."""
 
 from __future__ import annotations
 
