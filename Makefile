@@ -17,7 +17,7 @@ PYTEST := $(BIN)/pytest -n auto --dist loadscope --no-loadscope-reorder
 # Some containers set it, and then each of the hundreds of processes that tests start compiles every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test test-all graphs oracles mutants faults fuzz fuzz-guided browser lint bench docs format readme wheel clean
+.PHONY: demo check test test-all graphs matrix oracles mutants faults fuzz fuzz-guided browser lint bench docs format readme wheel clean
 
 demo: $(DEMO)
 	$(BIN)/python examples/demo.py
@@ -37,6 +37,11 @@ test: lint browser
 test-all: lint browser oracles
 	BRIDGE_GRAPHS=export $(PYTEST) -m "" -rfEs
 	$(MAKE) fuzz faults mutants
+
+# The same conversions under other versions of torch and transformers, and under the pins of servers: tests/matrix. 9 GB of
+# packages in build/matrix, a quarter of an hour a cell on two cores. `make matrix CELLS="torch 2.14"` runs one.
+matrix: $(STAMP)
+	$(BIN)/python -m tests.matrix $(CELLS)
 
 # Renews tests/graphs after a change of the exporter or of packages: exports what is stale, adds what runs of tests exported,
 # and removes what the last `make test` that passed did not need. It goes on where it was interrupted.

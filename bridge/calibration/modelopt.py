@@ -33,6 +33,7 @@ from bridge.calibration.quantizers import (
     known_formats,
     quant_cfg,
     registering,
+    without_deprecations,
 )
 from bridge.calibration.reference_outputs import Answers, blaming, held_out_of, reads_held_out, runner
 from bridge.calibration.requirements import check_data, check_device
@@ -51,6 +52,7 @@ from bridge.calibration.statistics import (
 from bridge.calibration.walk.toggles import own_weights
 from bridge.core.errors import CalibrationError
 from bridge.core.progress import Progress
+from bridge.core.ranges import check_versions
 from bridge.core.text import fold_layers
 from bridge.core.values import Structure
 from bridge.core.version import install as install_extra
@@ -125,6 +127,7 @@ def provenance_of(job: CalibrationJob, model: Any, used: Sequence[str] = PACKAGE
 
 def import_frameworks(with_modelopt: bool) -> None:
     """Import what running a model needs, so that its seconds are not those of a stage; CalibrationError if absent."""
+    check_versions("calibrate")
     loads_transformers()
     if with_modelopt:
         modelopt()
@@ -234,7 +237,7 @@ def _run(mtq: Any, root: Any, quantizers: Quantizers, loop: Callable[[Any], None
     names = [name for name, _ in root.named_modules()]
     enabled: list[str] = []
     searched: list[tuple[Any, str, Any]] = []
-    with hidden_from_modelopt(root, bindings), registering(_plugins(), cache=bool(live)):
+    with hidden_from_modelopt(root, bindings), without_deprecations(root), registering(_plugins(), cache=bool(live)):
         mtq.quantize(root, {"quant_cfg": quant_cfg([], [], None, names), "algorithm": None})
     isolate(root)
     for algorithm in schedule.algorithms:

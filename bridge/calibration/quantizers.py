@@ -203,6 +203,21 @@ def registering(plugins: set[Any], cache: bool) -> Iterator[None]:
         plugins.update(left)
 
 
+@contextmanager
+def without_deprecations(root: Any) -> Iterator[None]:
+    """Take transformers' decorator of renamed arguments off attention, which ModelOpt 0.47 cannot rewrite with it."""
+    kinds = {type(module) for module in root.modules()}
+    forwards = {cls: forward for cls in kinds if hasattr(forward := vars(cls).get("forward"), "__wrapped__")}
+    renamed = {cls: f for cls, f in forwards.items() if f.__code__.co_filename.endswith("deprecation.py")}
+    for cls, forward in renamed.items():
+        cls.forward = forward.__wrapped__
+    try:
+        yield
+    finally:
+        for cls, forward in renamed.items():
+            cls.forward = forward
+
+
 def _is_broken(module: Any) -> bool:
     """Whether ModelOpt 0.47 cannot convert a module: a weight computed by weight norm, or the experts of Dbrx.
 

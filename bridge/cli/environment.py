@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import platform
-import re
 from typing import Any
 
 from packaging.requirements import Requirement
 from rich.console import RenderableType
 
+from bridge.core.ranges import fits, requirements
 from bridge.core.version import DISTRIBUTION, __version__, install, installed
 from bridge.planning.contract_files import runtimes
 from bridge.reporting.columns import Columns
@@ -32,7 +32,7 @@ PROGRAMS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm", "genai
 
 def environment() -> tuple[Any, list[RenderableType]]:
     """The data for --json, and the tables. Nothing that is listed is imported."""
-    extras = [_extra(extra, use, needs) for extra, use in USES.items() if (needs := _needs(extra))]
+    extras = [_extra(extra, use, needs) for extra, use in USES.items() if (needs := requirements(extra))]
     programs = [
         {"program": runtime.program, "installed": found, "contract": runtime.version}
         for runtime in runtimes()
@@ -47,27 +47,10 @@ def environment() -> tuple[Any, list[RenderableType]]:
     return data, tables
 
 
-def _needs(extra: str) -> list[Requirement]:
-    """The requirements of an extra that this machine has to meet; none if the package was not installed by pip."""
-    from importlib.metadata import PackageNotFoundError, requires
-
-    try:
-        every = [Requirement(text) for text in requires(DISTRIBUTION) or ()]
-    except PackageNotFoundError:
-        return []
-    ours = [need for need in every if need.name != DISTRIBUTION and _extra_of(need) == extra]
-    return [need for need in ours if need.marker is None or need.marker.evaluate({"extra": extra})]
-
-
-def _extra_of(need: Requirement) -> str:
-    found = re.search(r"""extra == ["']([^"']+)""", str(need.marker or ""))
-    return found[1] if found else ""
-
-
 def _extra(extra: str, use: str, needs: list[Requirement]) -> dict[str, Any]:
-    packages = [{"name": need.name, "wants": str(need.specifier), "installed": installed(need.name)} for need in needs]
-    for package, need in zip(packages, needs, strict=True):
-        package["fits"] = bool(package["installed"]) and need.specifier.contains(package["installed"], prereleases=True)  # type: ignore[assignment]
+    packages: list[dict[str, Any]] = [
+        {"name": n.name, "wants": str(n.specifier), "installed": installed(n.name), "fits": fits(n)} for n in needs
+    ]
     works = all(package["fits"] for package in packages)
     fix = "" if works else install(extra).replace("[]", "")
     return {"extra": extra, "use": use, "works": works, "packages": packages, "fix": fix}

@@ -12,6 +12,7 @@ from bridge.core.machine import without_collection
 from bridge.core.output import cache
 from bridge.core.output.provenance import provenance
 from bridge.core.parsing.typed_json import typed
+from bridge.core.ranges import check_versions
 from bridge.core.values import Structure, plain
 from bridge.core.version import loads_transformers
 from bridge.planning.eagle import eagle_structure, is_eagle
@@ -39,6 +40,7 @@ def structure_of(source: Source) -> Structure:
         return eagle_structure(source.config, source.specs)
     structure_ = load_traced(source)
     if structure_ is None:
+        check_versions("trt")
         loads_transformers()
         from bridge.planning.trace import trace_structure
 

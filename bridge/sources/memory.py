@@ -35,9 +35,13 @@ if TYPE_CHECKING:  # it imports torch, which opening a directory must not
 WRITTEN_BY = (
     Program(
         "transformers",
-        "5.20 and later",
+        "5.5 and later",
         "names, bytes and configuration are those that `save_pretrained` writes; the model is as it was afterwards",
-        ("tests/sources/live_models/test_checkpoint_names.py", "tests/sources/test_memory.py"),
+        (
+            "tests/sources/live_models/test_checkpoint_names.py",
+            "tests/sources/test_memory.py",
+            "tests/matrix/test_matrix.py",
+        ),
     ),
 )
 
@@ -143,8 +147,9 @@ def open_model(model: Any, config: Any = None, tokenizer: Any = None) -> MemoryS
         if (gpt := gpt_model(model)) is not None:
             return open_live(gpt, config, tokenizer)
     from bridge.sources.live_models.checkpoint_names import live_names
+    from bridge.sources.unwrapped import unwrapped
 
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    model = unwrapped(model)
     where = f"{type(model).__name__} in memory"
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise SourceError(

@@ -19,6 +19,7 @@ from docs.generate import (
     speed,
     sweep,
     targets,
+    versions,
 )
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,6 +53,8 @@ PARTS: dict[str, Callable[..., str]] = {
     "written": targets.written,
     "families": sweep.families,
     "refused-families": sweep.reasons,
+    "versions": versions.cells,
+    "refused-versions": versions.reasons,
     "errors": errors.catalogue,
     "file": file,
     "limits": limits.limits,

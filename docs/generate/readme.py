@@ -1,4 +1,4 @@
-"""Writes the generated part of README.md, the list of folders: `make readme`."""
+"""Writes the generated parts of README.md, the list of folders and the line of versions: `make readme`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from docs.generate.code_map import folders
+from docs.generate.versions import declared
 
 ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
@@ -19,7 +20,7 @@ def generate(text: str) -> str:
         found = re.search(rf"{re.escape(begin)}.*?{re.escape(end)}", text, re.DOTALL)
         assert found, f"README.md has no {begin} ... {end}"
         text = text[: found.start()] + f"{begin}\n{make()}\n{end}" + text[found.end() :]
-    return text
+    return re.sub(r"^- \[Versions\]\(.*$", lambda _: declared(), text, flags=re.MULTILINE)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from bridge.calibration.quantizers import (  # noqa: E402
     hidden_from_modelopt,
     known_formats,
     registering,
+    without_deprecations,
 )
 from bridge.core.values import Format, Site  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
@@ -81,3 +82,17 @@ def test_convolutions_in_blocks_of_weights_are_written_by_no_target(scheme: str,
     formats = known_formats(sites, load_scheme(scheme))
     assert isinstance(formats["plain"], Format)
     assert isinstance(formats["conv"], Format) == seen
+
+
+def test_attention_whose_arguments_transformers_renamed_is_seen_without_the_decorator() -> None:
+    from transformers.utils.deprecation import deprecate_kwarg
+
+    class Attention(nn.Module):
+        @deprecate_kwarg("past_key_values", "99.0", new_name="cache")
+        def forward(self, rows: Any, cache: Any = None) -> Any:
+            return rows
+
+    decorated: Any = Attention.forward
+    with without_deprecations(nn.Sequential(Attention(), nn.Linear(3, 5))):
+        assert Attention.forward is decorated.__wrapped__
+    assert Attention.forward is decorated

@@ -11,6 +11,9 @@ from packaging.requirements import Requirement
 
 from bridge.cli import environment
 from bridge.cli.main import app
+from bridge.core import version
+from bridge.core.errors import UsageError
+from bridge.core.ranges import check_versions
 
 NEEDS = [
     "numpy>=2.0",
@@ -26,7 +29,8 @@ FOUND = {"numpy": "2.3.5", "torch": "2.13.0+cpu", "transformers": "5.24.0", "vll
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: NEEDS)
-    monkeypatch.setattr(environment, "installed", lambda name: FOUND.get(name, ""))
+    for module in (environment, version):
+        monkeypatch.setattr(module, "installed", lambda name: FOUND.get(name, ""))
 
 
 @pytest.mark.usefixtures("shown")
@@ -45,6 +49,14 @@ def test_each_extra_says_what_works_what_does_not_and_the_remedy() -> None:
 def test_the_table_names_the_version_that_is_outside() -> None:
     said = " ".join(CliRunner().invoke(app, ["show", "environment"], env={"COLUMNS": "300"}).output.split())
     assert "transformers 5.24.0 is outside <5.24,>=5.20" in said and "xxhash is missing" in said
+
+
+@pytest.mark.usefixtures("shown")
+def test_work_that_loads_a_version_outside_its_range_is_refused_with_what_to_install() -> None:
+    with pytest.raises(UsageError, match=r"^transformers 5\.24\.0 is outside <5\.24,>=5\.20") as caught:
+        check_versions("trt")
+    assert str(caught.value).endswith("pip install 'transformers<5.24,>=5.20'")
+    check_versions("golden")  # it loads neither
 
 
 def test_it_runs_with_what_is_installed_here() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +68,69 @@ def test_compiled_model_is_unwrapped() -> None:
     source = open_source(torch.compile(model))
     assert source.load_model() is model
     assert source.where == "LlamaForCausalLM in memory"
+
+
+def test_compiled_layers_have_the_names_and_tensors_of_plain_ones() -> None:
+    plain, model = build("llama"), build("llama")
+    layer = model.model.layers[1]
+    model.model.layers[1] = compiled = torch.compile(layer)
+    source = open_source(model)
+    assert source.fingerprint == open_source(plain).fingerprint
+    assert source.load_model().model.layers[1].mlp.up_proj.weight is layer.mlp.up_proj.weight
+    assert model.model.layers[1] is compiled
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def one_of_two_ranks() -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # a group whose other rank does not answer
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def sharded(model: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_under_fsdp2_and_activation_checkpointing_is_the_plain_one_and_trains_on() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    plain, model, ids = build("llama"), build("llama"), torch.arange(8)[None]
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == "LlamaDecoderLayer")
+    model = sharded(model)
+    before = {name: type(module) for name, module in model.named_modules()}
+    source = open_source(model)
+    assert source.where == "LlamaForCausalLM in memory" and source.config == open_source(plain).config
+    assert source.fingerprint == open_source(plain).fingerprint  # of every name and value
+    assert torch.equal(source.load_model()(ids).logits, plain(ids).logits)
+    held = model.model.embed_tokens.weight.to_local()
+    assert source.load_model().model.embed_tokens.weight.data_ptr() == held.data_ptr()
+    copy.deepcopy(source.load_model())  # which FSDP forbids, and calibration does
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    model(ids).logits.sum().backward()
+    assert model.model.embed_tokens.weight.grad is not None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_of_two_ranks")
+def test_a_part_of_a_tensor_is_refused_with_how_to_gather_it() -> None:
+    message = refusal(sharded(build("llama")))
+    assert message.startswith("LlamaForCausalLM in memory: this rank holds only a part of")
+    assert "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))" in message
 
 
 def test_model_with_adapters_is_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from bridge.core.machine import without_collection
 from bridge.core.output import cache
+from bridge.core.ranges import check_versions
 from bridge.core.version import loads_transformers
 from bridge.sources.live_models.as_installed import is_as_installed
 from bridge.targets.onnx.export.float_graph import Graph, from_bytes, to_bytes
@@ -76,6 +77,7 @@ def _make(request: GraphRequest, progress: Callable[[str], None]) -> bytes:
 
 
 def _export(request: GraphRequest, progress: Callable[[str], None]) -> bytes:
+    check_versions("trt")
     loads_transformers()
     load_sympy()
     with without_collection():

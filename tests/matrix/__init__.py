@@ -1,0 +1,1 @@
+"""Conversions under other versions of torch, transformers, Python and what servers pin."""
