@@ -12,8 +12,8 @@ from bridge.core.text import nearest
 from bridge.tables.expressions.grammar import Formula, parse_formula
 
 _KINDS: dict[str, type] = {  # of a graph's keys
-    "name": str, "refused": str, "eps": str, "rms": bool, "activation": str, "activations": list, "biases": list,
-    "rotary": bool, "theta": float, "local_theta": float, "rotary_share": float, "scalings": list, "every": int,
+    "name": str, "refused": str, "unread": str, "eps": str, "rms": bool, "activation": str, "activations": list,
+    "biases": list, "rotary": bool, "theta": float, "local_theta": float, "rotary_share": float, "scalings": list, "every": int,
     "window": bool, "root_layers": int, "softcaps": dict, "original_context": bool, "counts": dict, "numbers": dict,
     "switches": dict, "refuse": dict, "second_scale": bool,
 }  # fmt: skip
@@ -25,6 +25,7 @@ class Graph:
 
     name: str = ""  # in llama.cpp, as "qwen3moe"
     refused: str = ""  # why target gguf does not write it, though llama.cpp has a graph; then nothing else is given
+    unread: str = ""  # why a file of it is no source
     eps: str = "rms_norm_eps"  # the config's name of the norms' epsilon
     rms: bool = True  # whether norms are RMS norms
     activation: str = "hidden_act"  # the config's name of the activation

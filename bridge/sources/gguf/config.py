@@ -40,8 +40,10 @@ def architecture_of(where: str, metadata: Mapping[str, Any], specs: Mapping[str,
     `given`: the class that the caller names, if any; one name of llama.cpp's stands for several.
     """
     name = metadata.get(ARCHITECTURE)
-    known = sorted({graph.name for graph in graphs().values() if not graph.refused})
+    known = sorted({graph.name for graph in graphs().values() if not graph.refused and not graph.unread})
     classes = [one for one, graph in graphs().items() if graph.name == name and not graph.refused]
+    if classes and (why := graphs()[classes[0]].unread):
+        raise SourceError(f"{where}: {ARCHITECTURE} is {shown(name)}: {why}")
     if not classes:
         near = nearest(name, known) if isinstance(name, str) else f"known: {', '.join(known)}"
         raise SourceError(f"{where}: {ARCHITECTURE} is {shown(name)}, which has no table here; {near}")
