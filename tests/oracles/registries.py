@@ -58,6 +58,7 @@ class Method:
         self._nones: set[str] = set()  # local names that are None unless for one format
         self.fused: dict[str, list[str]] = {}
         named: dict[ast.Call, str] = {}
+        nones: dict[str, list[bool]] = {}
         for inner in nodes:
             if not isinstance(inner, (ast.Assign, ast.AnnAssign)) or inner.value is None:
                 continue
@@ -69,10 +70,11 @@ class Method:
                 if isinstance(target, ast.Name):
                     of = [n.id for n in ast.walk(inner.value) if isinstance(n, ast.Name)]
                     self.local.setdefault(target.id, []).extend(of)
-                    self._nones |= {target.id} if self.is_none(inner.value, False) else set()
+                    nones.setdefault(target.id, []).append(self.is_none(inner.value, False))
+        self._nones = {name for name, given in nones.items() if all(given)}
         calls = [call for call in nodes if isinstance(call, ast.Call)]
         self._made = {call: _called(call) for call in calls}
-        self.calls = [(call, _by_prefix(call) or named.get(call, "")) for call in calls]
+        self.calls = [(call, named.get(call) or _by_prefix(call)) for call in calls]
         passed = [inner.value for inner in nodes if isinstance(inner, ast.keyword)]
         passed += [*node.args.defaults, *node.args.kw_defaults]
         self.values = [value.id for value in passed if isinstance(value, ast.Name)]

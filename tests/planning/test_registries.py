@@ -16,7 +16,7 @@ from bridge.planning.contract_files import load_runtime, runtimes
 from bridge.planning.contracts import verdict
 from bridge.planning.registries import has_registry, served
 from tests.models import decoder_families
-from tests.oracles import registries, vllm_oracle
+from tests.oracles import registries, sglang_oracle, vllm_oracle
 
 PROGRAMS = ("vllm", "sglang", "transformers")
 INDEXER = ("model.layers.0.self_attn.indexer.wk", "model.layers.0.self_attn.indexer.weights_proj")
@@ -32,7 +32,11 @@ class Indexer(nn.Module):
         self.wq_b = ReplicatedLinear(1, 2, quant_config=quant_config, prefix=f"{prefix}.wq_b")
         self.wk_weights_proj = MergedColumnParallelLinear(1, [2, 3], quant_config=None)
         only_one = quant_config if quant_config.get_name() == "one" else None
-        self.head_gate = ReplicatedLinear(1, 2, quant_config=only_one)
+        self.head_gate = ReplicatedLinear(1, 2, quant_config=only_one, prefix=f"{prefix}.other")
+        given = quant_config
+        if config.a:
+            given = None
+        self.sometimes = ReplicatedLinear(1, 2, quant_config=given)
 
 class Attention(nn.Module):
     indexer_cls = Indexer
@@ -79,6 +83,7 @@ def test_fused_and_unquantized_modules_are_read_without_importing(tmp_path: Path
     assert 'fused = ["q_proj k_proj v_proj", "wk weights_proj"]' in row
     assert 'plain = ["indexer.head_gate", "indexer.weights_proj", "indexer.wk", "layers.gate"' in row
     assert "either" not in row.replace("tower.either", "")
+    assert "sometimes" not in row
     assert '"tower.qkv_proj"' not in row
     assert '"tower.q_proj"' in row
     assert text.endswith('[drafts]\n"MineForCausalLMNextN" = { file = "srt/models/mine.py" }\n')
@@ -107,9 +112,9 @@ def test_the_table_of_transformers_is_that_of_the_installed_one() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_a_table_is_what_the_installed_program_says(name: str) -> None:
-    vllm_oracle.require()
-    root = Path(sys.prefix) / ("sglang" if name == "sglang" else "vllm/lib/python3.11/site-packages")
-    assert registries.render(name, root) == (mappings() / f"runtimes/registries/{name}.toml").read_text()
+    (vllm_oracle if name == "vllm" else sglang_oracle).require()
+    (packages,) = Path(sys.prefix).glob("vllm/lib/python3*/site-packages" if name == "vllm" else "sglang")
+    assert registries.render(name, packages) == (mappings() / f"runtimes/registries/{name}.toml").read_text()
 
 
 def saved(architecture: str, at: Path, **fields: Any) -> Path:
