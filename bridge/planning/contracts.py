@@ -246,8 +246,9 @@ def verdict(runtime: Runtime, plan: Plan) -> Verdict:
 
 def _evidence(runtime: Runtime, contract: Contract, plan: Plan, rows: Sequence[Row]) -> Iterator[Evidence]:
     """How it is known of everything that a plan has of a contract."""
-    model = served(runtime.name, plan.architecture)
-    if model and (plan.architecture in runtime.not_run or load_arch(plan.architecture) is None):
+    model, ran = served(runtime.name, plan.architecture), contract.split.get(plan.architecture)
+    traced = load_arch(plan.architecture) is None and not (ran and ran.how == "run")
+    if model and (traced or plan.architecture in runtime.not_run):
         yield Evidence("read", model.file)
     if not rows and contract.plain:
         yield contract.plain.evidence

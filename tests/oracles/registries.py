@@ -22,6 +22,8 @@ from bridge.core.mappings import mappings
 # Classes of unquantized matrices, whatever they are given; those that end so and are given no `quant_config` are, too.
 FLOAT_ONLY = {"nn.Linear", "torch.nn.Linear", "GateLinear"}
 MATRICES = ("Linear", "LMHead")
+TOWER = re.compile(r"Vision|Visual|ViT|Audio|Siglip|CLIP|Pixtral")  # classes of images and sound
+COMMON = ("self_attn", "mlp")  # modules that towers and text both have
 # what loaders join in code: no table of theirs has it
 JOINED = {"wk_weights_proj": ["wk", "weights_proj"]}
 NUMBERS = ("start_layer", "end_layer")
@@ -121,6 +123,7 @@ class Reading:
     made: dict[str, list[bool]] = field(default_factory=dict)
     fused: dict[str, list[str]] = field(default_factory=dict)
     seen: set[tuple[str, str, str, bool]] = field(default_factory=set)
+    towers: int = 0
 
     def groups(self) -> list[str]:
         """The names that one matrix holds, in its order, as in `fused` of a runtime."""
@@ -201,6 +204,8 @@ class Program:
         if (*found.key, owner, without) in into.seen:
             return
         into.seen.add((*found.key, owner, without))
+        tower = bool(TOWER.search(found.node.name)) and not found.node.name.endswith("Generation")
+        into.towers += tower
         methods: set[str] = set()
         held = self._held(found)
         for part in self.bases(found):
@@ -217,6 +222,7 @@ class Program:
                 if node.name not in methods or node.name == "__init__":
                     self._modules(part.module, says, held, into, owner, without)
                 methods.add(node.name)
+        into.towers -= tower
 
     def _held(self, found: Class) -> dict[str, list[Class]]:
         """Classes that a class has in attributes or returns from methods: `model_cls = Model`."""
@@ -245,7 +251,7 @@ class Program:
             made = says.made(call)
             given = {word.arg: word.value for word in call.keywords}
             if made in FLOAT_ONLY or made.rpartition(".")[2].endswith(MATRICES):
-                if name:
+                if name and not (into.towers and owner in COMMON):
                     unquantized = made in FLOAT_ONLY or says.is_none(given.get("quant_config"), without)
                     if None in given and "quant_config" not in given:  # **words
                         unquantized = False
