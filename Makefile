@@ -17,7 +17,7 @@ PYTEST := $(BIN)/pytest -n auto --dist loadscope --no-loadscope-reorder
 # Some containers set it, and then each of the hundreds of processes that tests start compiles every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test test-all graphs matrix oracles mutants faults fuzz fuzz-guided browser lint bench docs format readme wheel clean
+.PHONY: demo check test test-all graphs matrix oracles registries mutants faults fuzz fuzz-guided browser lint bench docs format readme wheel clean
 
 demo: $(DEMO)
 	$(BIN)/python examples/demo.py
@@ -51,6 +51,12 @@ graphs: $(STAMP)
 # vLLM's and SGLang's own loaders and models read what we write: 1.7 GB, once. Without them, tests/targets/hf/test_vllm.py
 # and test_sglang.py are skipped.
 oracles: $(ORACLES)
+
+# Renews mappings/runtimes/registries from the source of the installed programs: what they have classes for.
+registries: oracles
+	$(BIN)/python -m tests.oracles.registries vllm .venv/vllm/lib/python3*/site-packages
+	$(BIN)/python -m tests.oracles.registries sglang .venv/sglang
+	$(BIN)/python -m tests.oracles.registries transformers
 
 # Strangers' files, 100,000 of them and new ones each time (CI has 1,000, always the same), then the malicious ones. It
 # prints the seed: `make fuzz SEED=7` runs the same again.

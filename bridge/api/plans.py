@@ -18,6 +18,7 @@ from bridge.planning.make import PlanInputs, check_weights, incompatibilities, m
 from bridge.planning.memory import stream_memory
 from bridge.planning.passthrough import passthrough_scheme
 from bridge.planning.plan import Plan
+from bridge.planning.registries import leave_plain
 from bridge.planning.structure import structure_of
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.group_size import with_dividing_blocks
@@ -125,6 +126,7 @@ def plan_of(
     if program is None:
         inputs = _plan_inputs(source, structure, target, scheme, options)
         return _checked(make_plan(inputs), inputs)
+    structure = leave_plain(structure, program.name, program.title)
     refused: dict[str, list[str]] = {}
     partial: Plan | None = None
     for contract in contracts:

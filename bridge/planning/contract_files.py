@@ -13,7 +13,7 @@ from bridge.core.text import nearest
 from bridge.planning.contracts import FLAGS, Contract, Evidence, Row, Runtime, SparseKernels
 from bridge.planning.faults import FAULTS
 
-KEYS = ("program", "version", "aliases", "fused", "mistakes", "faults", "writes")
+KEYS = ("program", "version", "aliases", "fused", "not_run", "mistakes", "faults", "writes")
 OF_TARGETS = ("graphs", "tokens", "gpus", "elsewhere", "multiplies")  # sections that targets and pages read
 # key of a section -> its type; a section has evidence in the last ones
 CONTRACT_KEYS: dict[str, type] = {
@@ -97,8 +97,9 @@ def parse_runtime(name: str, file: TableFile) -> Runtime:
             raise file.place("mistakes", words).error(_no_words(words), hint=HINT)
     faults = {rule: _fault(file, rule, value) for rule, value in file.section("faults").items()}
     return Runtime(
-        name, file.data["program"], file.data["version"], contracts, file.words("aliases"), fused, mistakes, faults
-    )
+        name, file.data["program"], file.data["version"], contracts, file.words("aliases"), fused, mistakes, faults,
+        file.words("not_run"),
+    )  # fmt: skip
 
 
 def _fault(file: TableFile, rule: str, value: Any) -> str:

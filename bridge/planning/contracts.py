@@ -24,6 +24,7 @@ from bridge.planning.joined_and_cut import (
 )
 from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Plan, Step
+from bridge.planning.registries import has_registry, served
 from bridge.quant.describe import contract_words, explained, numeric_words
 from bridge.tables.architectures.arch import load_arch
 
@@ -163,7 +164,7 @@ class Runtime:
 
     `contracts` are in the order of choice. `mistakes`: what it takes and does not understand, a format of target hf or
     the words of a row -> what it does. `faults`: a fault of `bridge.planning.faults` -> what it makes of it, and how
-    that is known.
+    that is known. `not_run`: architectures with a table of which no run loaded an output.
     """
 
     name: str
@@ -174,6 +175,12 @@ class Runtime:
     fused: tuple[tuple[str, ...], ...] = ()
     mistakes: Mapping[str, str] = field(default_factory=dict)
     faults: Mapping[str, str] = field(default_factory=dict)
+    not_run: tuple[str, ...] = ()
+
+    def fused_in(self, architecture: str) -> Sequence[Sequence[str]]:
+        """Names of modules that it holds as one matrix, with those that its class of an architecture does."""
+        known = served(self.name, architecture)
+        return tuple(dict.fromkeys((*self.fused, *(known.fused if known else ()))))
 
     @property
     def title(self) -> str:
@@ -235,12 +242,16 @@ def verdict(runtime: Runtime, plan: Plan) -> Verdict:
         return Verdict(runtime, "; ".join(problems), instead, mistake=mistake)
     rows = [contract.loads[words] for words in dict.fromkeys(map(words_of, plan.quantized))]
     inputs = next((row.inputs for row in rows if row.inputs), "")
-    evidence = tuple(_evidence(contract, plan, rows))
+    evidence = tuple(_evidence(runtime, contract, plan, rows))
     return Verdict(runtime, ranks=_fewer_ranks(runtime, contract, plan), inputs=inputs, evidence=evidence)
 
 
-def _evidence(contract: Contract, plan: Plan, rows: Sequence[Row]) -> Iterator[Evidence]:
+def _evidence(runtime: Runtime, contract: Contract, plan: Plan, rows: Sequence[Row]) -> Iterator[Evidence]:
     """How it is known of everything that a plan has of a contract."""
+    model, ran = served(runtime.name, plan.architecture), contract.split.get(plan.architecture)
+    traced = load_arch(plan.architecture) is None and not (ran and ran.how == "run")
+    if model and (traced or plan.architecture in runtime.not_run):
+        yield Evidence("read", model.file)
     if not rows and contract.plain:
         yield contract.plain.evidence
     yield from (row.evidence for row in rows)
@@ -305,6 +316,12 @@ def _experts(contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
 def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
     """What of a plan the contract does not have: the module, "" for none, and why."""
     formats = {format_ for step in plan.quantized if (format_ := step.scheme_format)}
+    known, fuses = served(runtime.name, plan.architecture), runtime.fused_in(plan.architecture)
+    if known is None and has_registry(runtime.name):
+        yield "", f"has no class for {plan.architecture}"
+    for step in plan.quantized:
+        if known and step.site and known.leaves(step.site.module):
+            yield step.site.module, f"is unquantized there ({known.file}): --for {runtime.name} leaves it out"
     if lacks := contract.lacks(formats, plan.architecture):
         yield "", lacks
     if not formats and contract.plain is None:
@@ -321,10 +338,10 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
     yield from _experts(contract, plan)
     if not contract.kept and formats:
         drafts = {step.site.module for step in plan.steps if step.site and step.site.keep == DRAFT}
-        unquantized = unquantized_modules(runtime.fused, plan)
-        yield from ((module, f"{KEPT}{OF_DRAFT if module in drafts else ''}") for module in unquantized)
+        kept = (module for module in unquantized_modules(fuses, plan) if not (known and known.leaves(module)))
+        yield from ((module, f"{KEPT}{OF_DRAFT if module in drafts else ''}") for module in kept)
     elif formats:
-        yield from ((module, HALF) for module in partly_unquantized_modules(runtime.fused, plan))
+        yield from ((module, HALF) for module in partly_unquantized_modules(fuses, plan))
     dtype = main_dtype(o.spec for step in plan.steps if step.layout is Layout.PLAIN for o in step.outputs)
     plain = {"unquantized models": contract.plain} if not formats else {}
     rows = {explained(words): contract.loads.get(words) for words in sorted(map(contract_words, formats))}
@@ -332,7 +349,7 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
         if row and row.dtypes and dtype not in row.dtypes:
             only = f"runs {words} in {' or '.join(row.dtypes)} only, and the model is {dtype}"
             yield "", f"{only}: pass --dtype {FLAGS[row.dtypes[0]]}"
-    followed = fused_modules(runtime.fused, plan, followed=True)
+    followed = fused_modules(fuses, plan, followed=True)
     for step in plan.quantized:
         assert step.site
         if row := contract.loads.get(words_of(step)):
@@ -362,7 +379,7 @@ def _unshared(runtime: Runtime, contract: Contract, plan: Plan, ranks: int) -> I
 
 def _misfits_of_ranks(runtime: Runtime, contract: Contract, plan: Plan, ranks: int) -> Iterator[tuple[str, str]]:
     yield from (("", why) for why in uneven(plan, ranks))
-    fused = fused_modules(runtime.fused, plan)
+    fused = fused_modules(runtime.fused_in(plan.architecture), plan)
     for step in plan.quantized:
         assert step.site
         if row := contract.loads.get(words_of(step)):

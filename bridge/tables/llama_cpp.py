@@ -13,9 +13,9 @@ from bridge.tables.expressions.grammar import Formula, parse_formula
 
 _KINDS: dict[str, type] = {  # of a graph's keys
     "name": str, "refused": str, "unread": str, "eps": str, "rms": bool, "activation": str, "activations": list,
-    "biases": list, "rotary": bool, "theta": float, "local_theta": float, "rotary_share": float, "scalings": list, "every": int,
-    "window": bool, "root_layers": int, "softcaps": dict, "original_context": bool, "counts": dict, "numbers": dict,
-    "switches": dict, "refuse": dict, "second_scale": bool,
+    "biases": list, "rotary": bool, "theta": float, "local_theta": float, "rotary_share": float, "scalings": list,
+    "every": int, "window": bool, "root_layers": int, "softcaps": dict, "original_context": bool, "counts": dict,
+    "numbers": dict, "switches": dict, "refuse": dict, "second_scale": bool,
 }  # fmt: skip
 
 

@@ -158,6 +158,7 @@ STACKED: dict[str, dict[str, Any]] = {  # experts in one tensor
 
 INDEXED = {  # what attention sees is chosen
     "DeepseekV32ForCausalLM": _MLA | {"index_n_heads": 9, "index_head_dim": 12, "index_topk": 11},
+    "GlmMoeDsaForCausalLM": _MLA | {"index_n_heads": 9, "index_head_dim": 12, "index_topk": 11},
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,7 +32,8 @@ class Formulas:
     it, as in gpt-oss; 0: experts are gated as a dense MLP is. `chunks`: a window is a chunk, which sees nothing before
     it. `unit_heads`: queries and keys that turn are divided by their root mean square; `temper`: those that do not grow
     with the logarithm of the position, see Llama 4. `scales_input`: an expert's share multiplies what it reads. `seen`:
-    how many positions an indexer chooses. `key_heads`: those of a gated delta net.
+    how many positions an indexer chooses, `pairs`: whether its adjacent channels turn together, `chosen`: what the last
+    one did not choose. `key_heads`: those of a gated delta net.
     """
 
     layers: int
@@ -61,6 +62,8 @@ class Formulas:
     temper: tuple[int, float] = (1, 0.0)
     scales_input: bool = False
     seen: int = 0
+    pairs: bool = False
+    chosen: list[Tensor] = field(default_factory=list)
     key_heads: int = 0
 
 
@@ -228,7 +231,9 @@ def _latent_attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tenso
     hidden = torch.arange(length)[:, None] < torch.arange(length)[None, :]
     if f.seen:
         latent = _norm(roles, "mla.q_a_norm", layer, _linear(roles, "mla.q_a", layer, x), inner)
-        hidden = hidden | _not_chosen(roles, inner, layer, x, latent, hidden)
+        if ("mla.index.q.weight", layer, None) in roles:
+            f.chosen[:] = [_not_chosen(roles, inner, layer, x, latent, hidden)]
+        hidden = hidden | f.chosen[0]
     weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
     return _linear(roles, "mla.o", layer, (weights @ v).transpose(0, 1).reshape(length, -1))
 
@@ -238,6 +243,8 @@ def _not_chosen(roles: Roles, f: Formulas, layer: int, x: Tensor, latent: Tensor
     share = _linear(roles, "mla.index.share", layer, x)  # positions, heads
     k = _norm(roles, "mla.index.k_norm", layer, _linear(roles, "mla.index.k", layer, x), f)
     q = _linear(roles, "mla.index.q", layer, latent).view(len(x), share.shape[1], -1).transpose(0, 1)
+    if f.pairs:
+        q, k = (torch.cat([_halves(y[..., : f.rotary]), y[..., f.rotary :]], -1) for y in (q, k))
     q, k = _rotate(q, f.theta[layer], f.rotary), _rotate(k, f.theta[layer], f.rotary)
     scores = torch.einsum("qh,hqk->qk", share, (q @ k.T).relu()).masked_fill(hidden, -math.inf)
     return torch.ones_like(hidden).scatter(1, scores.topk(min(f.seen, len(x))).indices, False)

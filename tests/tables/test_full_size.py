@@ -108,6 +108,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-235b": ("Qwen3MoeForCausalLM", _QWEN3_235B),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
     "deepseek-v3.2": ("DeepseekV32ForCausalLM", {}),
+    "glm-5": ("GlmMoeDsaForCausalLM", {}),
     "granite-3.0-3b-a800m": (
         "GraniteMoeForCausalLM",
         {
@@ -127,7 +128,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # These make some 40,000 meta tensors in ten seconds and more.
-_LARGE = ("qwen3-moe-235b", "deepseek-v3", "deepseek-v3.2", "qwen3.5-35b-a3b")
+_LARGE = ("qwen3-moe-235b", "deepseek-v3", "deepseek-v3.2", "glm-5", "qwen3.5-35b-a3b")
 _PARAMS = [pytest.param(size, marks=[pytest.mark.slow] if size in _LARGE else []) for size in SIZES]
 
 

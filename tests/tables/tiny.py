@@ -60,6 +60,7 @@ _ERNIE_MOE = _SQUARE | {
     "moe_layer_end_index": 1, "pad_token_id": 0,
 }  # fmt: skip
 _DEEPSEEK_V32 = _DEEPSEEK | {"index_n_heads": 9, "index_head_dim": 12, "index_topk": 11}
+_GLM_DSA = _DEEPSEEK_V32 | {"indexer_types": ["full", "shared", "full"]}
 _MINIMAX_M2 = _LLAMA | {
     "intermediate_size": 28, "num_local_experts": 5, "num_experts_per_tok": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6},
@@ -139,6 +140,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v32": ("DeepseekV32ForCausalLM", _DEEPSEEK_V32),
     "deepseek_v32-biases": ("DeepseekV32ForCausalLM", _DEEPSEEK_V32 | {"attention_bias": True}),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", _GLM_DSA),
+    "glm_moe_dsa-biases": ("GlmMoeDsaForCausalLM", _DEEPSEEK_V32 | {"attention_bias": True}),
     "granitemoe": ("GraniteMoeForCausalLM", _GRANITE),
     "granitemoe-biases": ("GraniteMoeForCausalLM", _GRANITE | {"attention_bias": True}),
     "granitemoe-shared": ("GraniteMoeSharedForCausalLM", _GRANITE | {"shared_intermediate_size": 36}),
@@ -253,11 +256,12 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
         more |= {"attention_cap": config["attn_logit_softcapping"], "final_cap": config["final_logit_softcapping"]}
     if family == "gemma3":
         theta = tuple(float(config["rope_parameters"][kind]["rope_theta"]) for kind in kinds)
-    if family in ("deepseek", "deepseek_v32", "glm4_moe", "dots1"):
+    if family in ("deepseek", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "dots1"):
         more = {"nope": config.get("qk_nope_head_dim", 0), "top_k": config["num_experts_per_tok"]}
         more |= {"share": "sigmoid", "share_scale": config["routed_scaling_factor"]}
-    if family == "deepseek_v32":
+    if family in ("deepseek_v32", "glm_moe_dsa"):
         more |= {"seen": config["index_topk"], "rotary": config["qk_rope_head_dim"]}
+        more |= {"pairs": family == "glm_moe_dsa"}
     if family == "granitemoe":
         more = _granite(config)
     if family == "minimax_m2":

@@ -105,7 +105,7 @@ def test_bare_models_and_classifiers_are_read(kind: str, tmp_path: Path) -> None
     equal(raw(model, tmp_path), tmp_path / "saved")
 
 
-@pytest.mark.parametrize("kind", ["Glm4Moe", "Dots1", "DeepseekV32"])
+@pytest.mark.parametrize("kind", ["Glm4Moe", "Dots1", "DeepseekV32", "GlmMoeDsa"])
 def test_models_with_shared_experts_are_read(kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 101}

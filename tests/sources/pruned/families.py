@@ -26,6 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": _FOUR,
     "GemmaForCausalLM": _FOUR,
     "Glm4MoeForCausalLM": _FOUR | _GLM4_MOE,
+    "GlmMoeDsaForCausalLM": _FOUR | {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
     "GptOssForCausalLM": _FOUR,
     "GraniteMoeSharedForCausalLM": _FOUR | {"attention_bias": True, "residual_multiplier": 0.7},
     "HunYuanDenseV1ForCausalLM": _FOUR | {"attention_bias": True},

@@ -53,6 +53,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "Gemma3ForCausalLM": SCALED,
     "GemmaForCausalLM": SCALED,
     "Glm4MoeForCausalLM": SHARED,
+    "GlmMoeDsaForCausalLM": SHARED,
     "GraniteMoeSharedForCausalLM": {
         "heads": "no config has head_dim=10 with heads=4: it would be 15",
         "kv_heads": "no config has head_dim=10 with heads=3 and kv_heads=1: it would be 20",

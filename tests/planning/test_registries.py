@@ -1,0 +1,164 @@
+"""What programs have a class for, read from their source: the generated tables, and what plans make of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bridge
+from bridge.core.mappings import mappings, read_table
+from bridge.planning.contract_files import load_runtime, runtimes
+from bridge.planning.contracts import verdict
+from bridge.planning.registries import has_registry, served
+from tests.models import decoder_families
+from tests.oracles import registries, sglang_oracle, vllm_oracle
+
+PROGRAMS = ("vllm", "sglang", "transformers")
+INDEXER = ("model.layers.0.self_attn.indexer.wk", "model.layers.0.self_attn.indexer.weights_proj")
+
+# The forms that the sources of vLLM and SGLang have, in a package of two files.
+LAYERS = """
+class Router(nn.Module):
+    def __init__(self, config, prefix):
+        self.weight = nn.Parameter(config.experts)
+
+class Indexer(nn.Module):
+    def __init__(self, config, quant_config=None, prefix=""):
+        self.wq_b = ReplicatedLinear(1, 2, quant_config=quant_config, prefix=f"{prefix}.wq_b")
+        self.wk_weights_proj = MergedColumnParallelLinear(1, [2, 3], quant_config=None)
+        only_one = quant_config if quant_config.get_name() == "one" else None
+        self.head_gate = ReplicatedLinear(1, 2, quant_config=only_one, prefix=f"{prefix}.other")
+        given = quant_config
+        if config.a:
+            given = None
+        self.sometimes = ReplicatedLinear(1, 2, quant_config=given)
+
+class Attention(nn.Module):
+    indexer_cls = Indexer
+    def __init__(self, config, quant_config=None, prefix=""):
+        self.qkv_proj = QKVParallelLinear(1, 2, quant_config=quant_config, prefix=f"{prefix}.qkv_proj")
+        indexer = self.indexer_cls(config, quant_config, prefix=f"{prefix}.indexer")
+        self.either = ReplicatedLinear(1, 2) if config.a else ReplicatedLinear(1, 2, quant_config=quant_config)
+
+class Block(nn.Module):
+    def __init__(self, config, quant_config=None, prefix=""):
+        self.self_attn = Attention(config, quant_config, prefix=f"{prefix}.self_attn")
+        self.gate = GateLinear(1, 2, prefix=f"{prefix}.gate")
+        self.tower = Attention(config, quant_config=None)
+"""
+MODEL = """
+from .layers import Block
+if current_platform.is_rocm():
+    from .amd import Model
+class Model(nn.Module):
+    def __init__(self, config, prefix="", layer_type=Block):
+        self.start, self.layers = make_layers(3, lambda prefix: layer_type(config, config.quant, prefix=prefix))
+class MineForCausalLM(nn.Module):
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    model_cls = Model
+    def __init__(self, config, prefix=""):
+        self.model = self.model_cls(config, prefix=maybe_prefix(prefix, "model"))
+    def load_weights(self, weights):
+        stacked_params_mapping = [("wk_weights_proj", "wk", 0), ("wk_weights_proj", "weights_proj", 1)]
+class MineForCausalLMNextN(MineForCausalLM): ...
+EntryClass = [MineForCausalLM, MineForCausalLMNextN]
+"""
+
+
+def test_fused_and_unquantized_modules_are_read_without_importing(tmp_path: Path) -> None:
+    folder = tmp_path / "sglang/srt/models"
+    folder.mkdir(parents=True)
+    (folder / "layers.py").write_text(LAYERS)
+    (folder / "mine.py").write_text(MODEL)
+    (tmp_path / "sglang-9.8.dist-info").mkdir()
+    (tmp_path / "sglang-9.8.dist-info/METADATA").write_text("Name: sglang\nVersion: 9.8\n")
+    text = registries.render("sglang", tmp_path)
+    assert 'version = "9.8"' in text
+    row = next(line for line in text.splitlines() if line.startswith('"MineForCausalLM"'))
+    assert 'fused = ["q_proj k_proj v_proj", "wk weights_proj"]' in row
+    assert 'plain = ["indexer.head_gate", "indexer.weights_proj", "indexer.wk", "layers.gate"' in row
+    assert "either" not in row.replace("tower.either", "")
+    assert "sometimes" not in row
+    assert '"tower.qkv_proj"' not in row
+    assert '"tower.q_proj"' in row
+    assert text.endswith('[drafts]\n"MineForCausalLMNextN" = { file = "srt/models/mine.py" }\n')
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_table_is_of_the_version_that_the_contract_is_for(name: str) -> None:
+    table = read_table(mappings() / "runtimes/registries" / f"{name}.toml")
+    assert f"{table.data['version']}.".startswith(f"{load_runtime(name).version}.")
+    for section in ("classes", "drafts"):
+        for architecture, row in table.section(section).items():
+            assert served(name, architecture) is not None
+            assert set(row) <= {"file", "fused", "plain"}
+
+
+def test_the_table_of_transformers_is_that_of_the_installed_one() -> None:
+    table = read_table(mappings() / "runtimes/registries/transformers.toml")
+    if table.data["version"] != version("transformers"):
+        pytest.skip(f"the table is of transformers {table.data['version']}, installed is {version('transformers')}")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as THEIRS
+
+    names = {name for entry in THEIRS.values() for name in ([entry] if isinstance(entry, str) else entry)}
+    assert names <= table.section("classes").keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_table_is_what_the_installed_program_says(name: str) -> None:
+    (vllm_oracle if name == "vllm" else sglang_oracle).require()
+    (packages,) = Path(sys.prefix).glob("vllm/lib/python3*/site-packages" if name == "vllm" else "sglang")
+    assert registries.render(name, packages) == (mappings() / f"runtimes/registries/{name}.toml").read_text()
+
+
+def saved(architecture: str, at: Path, **fields: Any) -> Path:
+    decoder_families.build(architecture, **fields).save_pretrained(at)
+    return at
+
+
+def test_what_vllm_makes_unquantized_is_named_and_left_out_for_it(tmp_path: Path) -> None:
+    """models/deepseek_v32 and models/deepseek_v2.py: `wk_weights_proj` has no quant_config."""
+    model = saved("GlmMoeDsaForCausalLM", tmp_path / "glm")
+    plan = bridge.plan(model, "hf", "fp8")
+    answer = verdict(load_runtime("vllm"), plan)
+    assert answer.why_not.startswith("model.layers.{0..1}.self_attn.indexer.wk, model.layers.{0..1}.self_attn.indexer.")
+    assert "is unquantized there (models/deepseek_v32/nvidia/model.py): --for vllm leaves it out" in answer.why_not
+    left = bridge.plan(model, "hf", "fp8", runtime="vllm")
+    kept = {step.site.module for step in left.steps if step.site and not step.format}
+    assert kept >= set(INDEXER)
+    assert {step.site.module for step in left.quantized if step.site} == {
+        step.site.module
+        for step in plan.quantized
+        if step.site and not step.site.module.endswith(("wk", "weights_proj"))
+    }
+    answer = verdict(load_runtime("vllm"), left)
+    assert (answer.why_not, answer.how) == ("", "read")
+    assert "models/deepseek_v32/nvidia/model.py" in {evidence.where for evidence in answer.evidence}
+
+
+def test_the_list_of_unquantized_modules_has_what_the_program_makes_so(tmp_path: Path) -> None:
+    model = saved("GlmMoeDsaForCausalLM", tmp_path / "glm")
+    out = tmp_path / "out"
+    bridge.convert(model, "hf", "fp8_pc_pt", out, runtime="vllm", format="compressed-tensors", progress=False)
+    listed = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {*INDEXER} <= set(listed)
+    assert bridge.verify(out, against=model).parity
+
+
+def test_a_program_without_a_class_for_an_architecture_does_not_load_it(tmp_path: Path) -> None:
+    plan = bridge.plan(saved("Dots1ForCausalLM", tmp_path / "dots"), "hf", "fp8")
+    for name in ("vllm", "sglang"):
+        assert "has no class for Dots1ForCausalLM" in verdict(load_runtime(name), plan).why_not
+
+
+def test_of_a_traced_architecture_it_is_read_that_it_loads(tmp_path: Path) -> None:
+    plan = bridge.plan(saved("SeedOssForCausalLM", tmp_path / "seed"), "hf", "fp8")
+    answers = {runtime.name: verdict(runtime, plan) for runtime in runtimes() if has_registry(runtime.name)}
+    assert answers["vllm"].how == "read"
+    assert "has no class for SeedOssForCausalLM" in answers["sglang"].why_not
