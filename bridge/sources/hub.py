@@ -29,7 +29,7 @@ def fetched(model: str | Path, allow: list[str] | None, where: str = "", ignore:
     """Return the local directory of some files of a hub id. `where` comes before the messages."""
     text = str(model)
     match = HUB_ID.fullmatch(text)
-    if isinstance(model, Path) or match is None or text.endswith((".nemo", ".safetensors", ".bin")):
+    if isinstance(model, Path) or match is None or text.endswith((".nemo", ".safetensors", ".bin", ".gguf")):
         raise SourceError(f"{where}{text}: no such directory, and not a hub id either (org/name); check the path")
     return _download(f"{where}{text}", match["id"], match["revision"], allow, ignore)
 

@@ -65,6 +65,7 @@ def test_what_is_written_and_not_read_yet_is_refused_by_name(family: str, tmp_pa
     assert f"general.architecture is '{family}': " in told and "start from the Hugging Face checkpoint" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family, (name, _) in FAMILIES.items() if not graphs()[name].unread])
 def test_there_and_back_gives_the_same_bytes_and_logits(family: str, tmp_path: Path) -> None:
     source, file = written(family, tmp_path)
@@ -161,6 +162,10 @@ def test_what_is_refused_can_be_answered(llama: Path, tmp_path: Path) -> None:
     given = {"llama.attention.scale": None, "rope_parameters": rope}
     source = open_source(file, config=given, tokenizer=llama.parent.parent / "llama")
     assert source.config["rope_parameters"] == rope and "tokenizer.json" in source.side_files
+
+
+def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+    assert refusal("no/model.gguf").startswith("no/model.gguf: no such directory, and not a hub id either")
 
 
 def test_several_models_in_a_directory_are_named(llama: Path, tmp_path: Path) -> None:
