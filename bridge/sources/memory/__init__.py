@@ -147,7 +147,7 @@ def open_model(model: Any, config: Any = None, tokenizer: Any = None) -> MemoryS
         if (gpt := gpt_model(model)) is not None:
             return open_live(gpt, config, tokenizer)
     from bridge.sources.live_models.checkpoint_names import live_names
-    from bridge.sources.unwrapped import unwrapped
+    from bridge.sources.memory.unwrapped import unwrapped
 
     model = unwrapped(model)
     where = f"{type(model).__name__} in memory"
