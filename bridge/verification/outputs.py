@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from bridge.calibration.reference_outputs import mean_perplexity, next_token_loss
+from bridge.calibration.reference_outputs import answer_again, mean_perplexity, next_token_loss
 from bridge.core.dtypes import UNIT
 from bridge.core.errors import CannotRun
 from bridge.core.progress import Progress, no_progress
 from bridge.planning.plan import Plan, Step
 from bridge.quant.calibration import HeldOut
 from bridge.quant.schemes.grammar import Gate
+from bridge.sources.source import Source
 from bridge.targets.target import LOG_PROBABILITIES, Runnable
 from bridge.verification.parity import OutputParity
 
@@ -24,6 +25,7 @@ FLOAT_ERROR = 1e-3
 # A position agrees if it is within 1e-4: flips cost 1e-2, float32 rounding 1e-6.
 EXACT = 1e-4
 POSITIONS = 64  # that are compared of a graph that gives one a run
+Run = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
 
 
 def float_error(plan: Plan) -> float:
@@ -71,21 +73,21 @@ def output_parity(
     progress: Progress = no_progress,
     within: float = FLOAT_ERROR,
     errors: float = 1.0,
-    last_token: bool = False,
+    run_last: Run | None = None,
 ) -> tuple[OutputParity, ...]:
     """Run the written model on held-out inputs and compare its outputs with those of the references.
 
     Against "source" the scheme's gate decides; an unquantized model must lie `within`. Against "modelopt"
     the difference must also stay below the scheme's own error, times `errors`: one code that flips at a tie (6
     of 98,304 in the first layer of a BERT in fp8) changes every later layer and token, so only single nodes can be
-    compared for equality. `last_token`: it gives outputs of that alone, and reads a prefix for each position.
+    compared for equality. `run_last`: it gives outputs of the last token alone, and reads a prefix for each position.
     """
     answers: list[np.ndarray] = []
     losses: list[tuple[float, int]] = []
-    if last_token:
-        first, references = _of_prefixes(runtime, references, progress)
+    if run_last:
+        first, references = _of_prefixes(run_last, runtime.outputs[0], references, progress)
         answers.append(first)
-    for at, batch in enumerate([] if last_token else references.inputs):
+    for at, batch in enumerate([] if run_last else references.inputs):
         out = runtime.run(batch)
         first = out[runtime.outputs[0]]
         if at == 0 and first.shape[-1] <= references.columns.max(initial=0):
@@ -134,7 +136,14 @@ def of_first_tokens(references: HeldOut, tokens: int) -> HeldOut:
     )  # fmt: skip
 
 
-def _of_prefixes(runtime: Runnable, references: HeldOut, progress: Progress) -> tuple[np.ndarray, HeldOut]:
+def with_perplexity(outputs: tuple[OutputParity, ...], source: Source, held: HeldOut) -> tuple[OutputParity, ...]:
+    """The same with the perplexity of `source`, the weights of the file, run in torch on all held-out inputs."""
+    perplexity = answer_again(source, held).source_perplexity
+    others = {"source": held.source_perplexity, "modelopt": held.quantized_perplexity}
+    return tuple(replace(row, perplexity=perplexity, reference_perplexity=others[row.reference]) for row in outputs)
+
+
+def _of_prefixes(run: Run, output: str, references: HeldOut, progress: Progress) -> tuple[np.ndarray, HeldOut]:
     """The answers at `POSITIONS` of the references' positions, each as the last of a prefix, and these references."""
     batch = references.inputs[0]
     tokens = batch["input_ids"].shape[1]
@@ -142,8 +151,8 @@ def _of_prefixes(runtime: Runnable, references: HeldOut, progress: Progress) -> 
     answers = []
     for at, row in enumerate(references.rows[chosen]):
         line, last = divmod(int(row), tokens)
-        logits = runtime.run({name: array[line : line + 1, : last + 1] for name, array in batch.items()})
-        answers.append(logits[runtime.outputs[0]][0, -1, references.columns])
+        logits = run({name: array[line : line + 1, : last + 1] for name, array in batch.items()})
+        answers.append(logits[output][0, -1, references.columns])
         progress(at + 1, len(chosen), "run in ONNX Runtime")
     quantized = references.quantized[chosen] if references.quantized.size else references.quantized
     kept = replace(

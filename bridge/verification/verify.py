@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -24,8 +24,14 @@ from bridge.sources.checkpoint import as_stored
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest, altered
-from bridge.targets.target import LOG_PROBABILITIES
-from bridge.verification.outputs import error_factor, first_tokens, float_error, of_first_tokens, output_parity
+from bridge.verification.outputs import (
+    error_factor,
+    first_tokens,
+    float_error,
+    of_first_tokens,
+    output_parity,
+    with_perplexity,
+)
 from bridge.verification.parity import NO_MODEL, OUTPUTS_ASIDE, OutputParity, Parity
 from bridge.verification.tensors import tensor_parity
 
@@ -38,6 +44,7 @@ POSITIONS = 64  # a wrong RoPE permutation shows only after some twenty
 # Of a pruned model, a layer: rounding in float32, in another order of sums, adds up over layers. Cuts of tiny models
 # of all families, of 2 to 5 layers, differ by 1e-6 at most, two channels exchanged by 2e-2.
 MOST_SILENCED = 1e-5
+DECODED = "perplexity in the program itself: the one above is of the file's weights in float, run in torch"
 
 
 @dataclass(frozen=True)
@@ -93,10 +100,12 @@ def prove(
         references = _held_out(source, plan, calibration, check)
         runtime = target.runtime(directory)
         gate, quantized = manifest.output_gate, bool(plan.quantized)
-        # llama.cpp lists the whole vocabulary for a position: 512 of 49,152 tokens took more than ten minutes
-        last = plan.options.get("logits") == "last" or runtime.outputs == [LOG_PROBABILITIES]
+        last = runtime.run if plan.options.get("logits") == "last" else getattr(runtime, "run_last", None)
         within, errors = float_error(plan), error_factor(plan)
         outputs = output_parity(runtime, references, gate, quantized, progress, within, errors, last)
+        if references.source_perplexity is not None and (decoded := getattr(runtime, "decoded", None)):
+            outputs, why = _decoded(outputs, decoded, references)
+            not_run.append(why)
         substitute = runtime.substitute
         if plan.quantized:
             layers = target.layer_errors(directory, plan, source, references.inputs[0], runtime)
@@ -109,6 +118,16 @@ def prove(
         findings.append(f"error [runtime] {error}")
     parity = replace(compared, outputs=outputs, layers=layers, not_run=tuple(not_run), substitute=substitute)
     return Proof(parity, tuple(findings))
+
+
+def _decoded(
+    outputs: tuple[OutputParity, ...], decoded: Callable[[], Source], references: HeldOut
+) -> tuple[tuple[OutputParity, ...], str]:
+    """The outputs with the perplexity of the file's weights in float, and what that does not show."""
+    try:
+        return with_perplexity(outputs, decoded(), references), DECODED
+    except BridgeError as error:
+        return outputs, f"perplexity: {error}"
 
 
 def _against_whole(source: PrunedSource, inputs: Mapping[str, np.ndarray]) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 from bridge.core.errors import CannotRun
 from bridge.core.formats.gguf import GgufFile
 from bridge.core.version import install
+from bridge.sources.source import Source
 from bridge.targets.generation import Settings, from_thread
 from bridge.targets.gguf.tokenizer import NO_TOKENS
 from bridge.targets.target import LOG_PROBABILITIES
@@ -95,17 +96,31 @@ class LlamaCpp:
 
 
 class Runtime:
-    """See `bridge.targets.target.Runnable`; its output is log probabilities of the last position alone."""
+    """See `bridge.targets.target.Runnable`; its output is log probabilities."""
 
     def __init__(self, path: Path) -> None:
         self.outputs, self.substitute = [LOG_PROBABILITIES], ""
-        self._vocab = GgufFile(path).specs["token_embd.weight"].shape[0]
+        self._path, self._vocab = path, GgufFile(path).specs["token_embd.weight"].shape[0]
         self._engine = LlamaCpp(path)
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run each sequence; llama.cpp keeps what it has computed, so the next position of one costs one token."""
+        """Run each sequence, position by position: llama.cpp keeps what it has computed, so each costs one token."""
+        rows = [
+            [self._engine.log_probabilities(ids[: at + 1], self._vocab) for at in range(len(ids))]
+            for ids in np.asarray(feeds["input_ids"]).tolist()
+        ]
+        return {self.outputs[0]: np.array(rows, np.float32)}
+
+    def run_last(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The same of the last position of each sequence alone: llama.cpp lists the whole vocabulary for one."""
         rows = [self._engine.log_probabilities(ids, self._vocab) for ids in np.asarray(feeds["input_ids"]).tolist()]
         return {self.outputs[0]: np.array(rows, np.float32)[:, None]}
+
+    def decoded(self) -> Source:
+        """The file's weights in float, as a source, which torch runs at every position."""
+        from bridge.sources.opening import open_source
+
+        return open_source(self._path)
 
 
 class Generator:
