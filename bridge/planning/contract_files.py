@@ -13,7 +13,7 @@ from bridge.core.text import nearest
 from bridge.planning.contracts import FLAGS, Contract, Evidence, Row, Runtime, SparseKernels
 from bridge.planning.faults import FAULTS
 
-KEYS = ("program", "version", "aliases", "fused", "not_run", "mistakes", "faults", "writes")
+KEYS = ("program", "version", "aliases", "fused", "not_run", "instead", "mistakes", "faults", "writes")
 OF_TARGETS = ("graphs", "tokens", "gpus", "elsewhere", "multiplies")  # sections that targets and pages read
 # key of a section -> its type; a section has evidence in the last ones
 CONTRACT_KEYS: dict[str, type] = {
@@ -98,7 +98,7 @@ def parse_runtime(name: str, file: TableFile) -> Runtime:
     faults = {rule: _fault(file, rule, value) for rule, value in file.section("faults").items()}
     return Runtime(
         name, file.data["program"], file.data["version"], contracts, file.words("aliases"), fused, mistakes, faults,
-        file.words("not_run"),
+        file.words("not_run"), str(file.data.get("instead", "")),
     )  # fmt: skip
 
 

@@ -164,7 +164,8 @@ class Runtime:
 
     `contracts` are in the order of choice. `mistakes`: what it takes and does not understand, a format of target hf or
     the words of a row -> what it does. `faults`: a fault of `bridge.planning.faults` -> what it makes of it, and how
-    that is known. `not_run`: architectures with a table of which no run loaded an output.
+    that is known. `not_run`: architectures with a table of which no run loaded an output. `instead`: what loads a model
+    that it has no class for.
     """
 
     name: str
@@ -176,6 +177,7 @@ class Runtime:
     mistakes: Mapping[str, str] = field(default_factory=dict)
     faults: Mapping[str, str] = field(default_factory=dict)
     not_run: tuple[str, ...] = ()
+    instead: str = ""
 
     def fused_in(self, architecture: str) -> Sequence[Sequence[str]]:
         """Names of modules that it holds as one matrix, with those that its class of an architecture does."""
@@ -318,10 +320,13 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
     formats = {format_ for step in plan.quantized if (format_ := step.scheme_format)}
     known, fuses = served(runtime.name, plan.architecture), runtime.fused_in(plan.architecture)
     if known is None and has_registry(runtime.name):
-        yield "", f"has no class for {plan.architecture}"
+        other = f" of its own for {plan.architecture}, and no run shows that {runtime.instead} does it"
+        yield "", f"has no class{other if runtime.instead else f' for {plan.architecture}'}"
     for step in plan.quantized:
         if known and step.site and known.leaves(step.site.module):
-            yield step.site.module, f"is unquantized there ({known.file}): --for {runtime.name} leaves it out"
+            asked = plan.program == runtime.name  # then it is left out, but for what a recipe names
+            mend = "remove the rule that names it" if asked else f"--for {runtime.name} leaves it out"
+            yield step.site.module, f"is unquantized there ({known.file}): {mend}"
     if lacks := contract.lacks(formats, plan.architecture):
         yield "", lacks
     if not formats and contract.plain is None:

@@ -40,12 +40,10 @@ def settle_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
         raise SourceError(f"{of}: {', '.join(wrong)}: sizes are numbers from 0 on, and nothing is NaN; correct it")
     architecture = config["architectures"][0]
     table = load_arch(architecture)
-    if table and (wrong := list(impossible(table, config))):
+    if table and (wrong := list(impossible(table, config, architecture))):
         raise SourceError(f"{of}: {'; '.join(wrong)}; correct it")
-    changes = (
-        isinstance(given, Mapping) and not {"architectures", "model_type"} <= given.keys()
-    )  # else it is a whole one
-    if changes and (wrong := list(not_read(given, stated, architecture))):
+    whole = not isinstance(given, Mapping) or {"architectures", "model_type"} <= given.keys()
+    if not whole and (wrong := list(not_read(given, stated, architecture))):
         raise SourceError(f"config= (--config): {'; '.join(wrong)}; correct the name, or leave it out")
     return config
 

@@ -45,10 +45,13 @@ def declared() -> str:
     extra = project["optional-dependencies"]["calibrate"]
     ranges = [next(need for need in extra if need.startswith(f"{name}>")) for name in RANGE]
     ran = [cell for cell in _results().values() if "why_not_run" not in cell]
-    fine = sum(not cell.get("failed") for cell in ran)
+    ended = [cell["same"] + cell["passed"] + len(cell.get("refused", ())) for cell in ran]
+    failed = sum(len(cell.get("failed", ())) for cell in ran)
+    every = sum(ended) + failed + sum(cell["not_run"] for cell in ran)
     return (
         f"- [Versions](docs/pages/reference/versions.md): Python{project['requires-python']}, {', '.join(ranges)}, "
-        f"nvidia-modelopt 0.47; {fine} of {len(ran)} other sets of versions ran without a failure. "
+        f"nvidia-modelopt 0.47; with {len(ran)} other sets {sum(ended) + failed} of {every} conversions ran, "
+        f"{failed or 'none'} failed. "
         "Conversion does not run on a GPU."
     )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,23 @@ def test_compiled_layers_have_the_names_and_tensors_of_plain_ones() -> None:
     assert source.fingerprint == open_source(plain).fingerprint
     assert source.load_model().model.layers[1].mlp.up_proj.weight is layer.mlp.up_proj.weight
     assert model.model.layers[1] is compiled
+
+
+def test_methods_and_hooks_of_a_wrapped_model_are_its_copys_own() -> None:
+    model = build("llama")
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    model.forward = MethodType(type(model).forward, model)
+    plain = open_source(model).load_model()
+    assert plain.forward.__self__ is plain and model.forward.__self__ is model
+    plain.model.layers[0].register_forward_hook(print)
+    assert not model.model.layers[0]._forward_hooks
+
+
+def test_a_forward_that_runs_the_wrapped_module_is_refused() -> None:
+    model = build("llama")
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    model.model.layers[0].forward = functools.partial(type(model.model.layers[0]).forward, model.model.layers[0])
+    assert "its forward was replaced by a function" in refusal(model)
 
 
 @pytest.fixture

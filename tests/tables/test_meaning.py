@@ -206,13 +206,14 @@ def test_a_linear_scaling_by_one_is_none() -> None:
     [
         ({"rms_norm_eps": "banana"}, "rms_norm_eps is 'banana'; it should be a number, as 1e-06 is"),
         ({"attention_bias": "no"}, "attention_bias is 'no'; it should be true or false, as false is"),
+        ({"rms_norm_eps": [1e-5]}, "rms_norm_eps is .*; it should be a number, as 1e-06 is"),
         ({"hidden_act": 3}, "hidden_act is 3; it should be a word, as 'silu' is"),
         ({"hidden_act": "gulu"}, "nearest: gelu"),
         ({"rope_scaling": {"type": "liner"}}, "rope_scaling has the rope_type 'liner'; known: .*; nearest: linear"),
     ],
 )
 def test_a_value_that_its_class_does_not_take_is_told(entries: dict[str, Any], says: str) -> None:
-    (text,) = impossible(table("LlamaForCausalLM"), entries)
+    (text,) = impossible(table("LlamaForCausalLM"), entries, "LlamaForCausalLM")
     assert re.search(says, text)
     with pytest.raises(Exception, match=r"(?i)validation|hidden_act|gulu|liner"):
         LlamaModel(config_class("LlamaForCausalLM")(**entries, num_hidden_layers=1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -43,7 +44,13 @@ def unwrapped(model: Any) -> Any:
             "full_state_dict=True, cpu_offload=True)), of torch.distributed.checkpoint.state_dict; on rank 0 load that "
             "into a plain model, and give it; or save a distributed checkpoint and give its directory"
         )
-    return _copy(model, {})
+    copies: dict[int, Any] = {}
+    plain = _copy(model, copies)
+    for module in plain.modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, MethodType) and id(value.__self__) in copies:
+                module.__dict__[name] = MethodType(value.__func__, copies[id(value.__self__)])
+    return plain
 
 
 def _copy(module: Any, copies: dict[int, Any]) -> Any:
@@ -52,11 +59,17 @@ def _copy(module: Any, copies: dict[int, Any]) -> Any:
     if id(module) in copies:
         return copies[id(module)]
     cls = _plain_class(module)
+    if not isinstance(module.__dict__.get("forward", module.forward), MethodType):
+        raise SourceError(
+            f"{cls.__name__} in memory: its forward was replaced by a function that runs the wrapped module; undo that "
+            "(accelerate.hooks.remove_hook_from_submodules), or save the model and give its directory"
+        )
     copies[id(module)] = plain = cls.__new__(cls)
     kept = {name: value for name, value in module.__dict__.items() if not name.startswith(_STATE)}
     plain.__dict__.update(kept, _compiled_call_impl=None)
-    if cls is not type(module):  # FSDP's hooks, which gather and free
-        plain.__dict__.update({name: OrderedDict() for name in kept if name.startswith("_") and "_hooks" in name})
+    hooks = {name: value for name, value in kept.items() if name.startswith("_") and "_hooks" in name}
+    of_fsdp = cls is not type(module)  # those gather and free
+    plain.__dict__.update({n: OrderedDict(() if of_fsdp else v) for n, v in hooks.items() if isinstance(v, dict)})
     plain._parameters = {name: _tensor(tensor, copies) for name, tensor in module._parameters.items()}
     plain._buffers = {name: _tensor(tensor, copies) for name, tensor in module._buffers.items()}
     plain._modules = {name: child if child is None else _copy(child, copies) for name, child in module._modules.items()}

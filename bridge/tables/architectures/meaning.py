@@ -27,6 +27,9 @@ _FIELD = re.compile(
 )  # of a class, of its arguments or its aliases
 
 
+_BASE = re.compile(r"(?m)^    (?:def )?([a-z]\w*)(?:: |\(self\))")  # fields and properties of all configs
+
+
 @cache
 def shared() -> TableFile:
     """`mappings/config.toml`."""
@@ -132,11 +135,13 @@ def malformed_rope(config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{part} is {described(value)}; it should be an object with rope_type and so on"
 
 
-def impossible(table: ArchTable, config: Mapping[str, Any]) -> Iterator[str]:
+def impossible(table: ArchTable, config: Mapping[str, Any], architecture: str) -> Iterator[str]:
     """What no class of transformers takes: values of another type than the field's, and words that it does not know."""
     for name, default in {**table.config, **table.computes}.items():
         value = config.get(name)
-        if value is None or isinstance(value, list) or default in (None, "none") or isinstance(default, list):
+        if value is None or default in (None, "none") or isinstance(default, list):
+            continue
+        if isinstance(value, list) and _takes_list(name, architecture):
             continue
         kind = "true or false" if isinstance(default, bool) else "a word" if isinstance(default, str) else "a number"
         known = {"true or false": int, "a word": str, "a number": int | float}[kind]
@@ -157,6 +162,13 @@ def impossible(table: ArchTable, config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name} has the rope_type {described(kind)}; {nearest(str(kind), words['rope_types'])}"
 
 
+def _takes_list(name: str, architecture: str) -> bool:
+    """Whether a field may be a list, by its annotation; True without transformers' code of the architecture."""
+    code = [text for file, text in _code(architecture) if file.startswith("configuration_")]
+    field = re.compile(rf"(?m)^ +{re.escape(name)}: [^=\n]*\b(?:list|tuple|Sequence)\b")
+    return not code or any(map(field.search, code))
+
+
 def not_read(given: Mapping[str, Any], stated: Mapping[str, Any], architecture: str) -> Iterator[str]:
     """Entries that a caller gives and that no code reads: misspelled ones. A config.json, `stated`, may have any.
 
@@ -164,7 +176,7 @@ def not_read(given: Mapping[str, Any], stated: Mapping[str, Any], architecture: 
     """
     code = _code(architecture)
     fields = {name for file, text in code for name in _FIELD.findall(text) if file.startswith("configuration_")}
-    known = {*stated, *fields, *_elsewhere(), *shared().section("meaning"), *(_FIELD.findall(_base()) if code else ())}
+    known = {*stated, *fields, *_elsewhere(), *shared().section("meaning"), *(_BASE.findall(_base()) if code else ())}
     for name in given:
         if code and name not in known and not _reader(name, architecture):
             close = near(name, {*stated, *fields}, MISSPELLED)

@@ -91,6 +91,9 @@ def check(
     except SourceError as error:
         raise PlanError(f"{UNSUPPORTED} {error}\n  config.json: {_given(config, family, str(error))}") from error
     terms = _terms(config, matched, family)
+    if terms.get("experts") and "dense" in family.says.values():  # by whatever fields the config says which layers
+        routed = {layer for entry, layer, _ in matched.placed.values() if "moe.router.weight" in entry.roles}
+        terms["dense"] = [layer for layer in range(terms["layers"]) if layer not in routed]
     pairs: dict[str, tuple[Any, Any]] = {
         name: (terms[term], derived.get(name)) for name, term in family.says.items() if terms.get(term) is not None
     }
