@@ -12,9 +12,9 @@ from bridge.core.text import nearest
 from bridge.tables.expressions.grammar import Formula, parse_formula
 
 _KINDS: dict[str, type] = {  # of a graph's keys
-    "name": str, "refused": str, "unread": str, "eps": str, "rms": bool, "activation": str, "activations": list,
-    "biases": list, "rotary": bool, "theta": float, "local_theta": float, "rotary_share": float, "scalings": list,
-    "every": int, "window": bool, "root_layers": int, "softcaps": dict, "original_context": bool, "counts": dict,
+    "name": str, "refused": str, "eps": str, "rms": bool, "activation": str, "activations": list, "biases": list,
+    "rotary": bool, "theta": float, "local_theta": float, "rotary_share": float, "scalings": list, "every": int,
+    "window": bool, "root_layers": int, "softcaps": dict, "original_context": bool, "gating": str, "counts": dict,
     "numbers": dict, "switches": dict, "refuse": dict, "second_scale": bool,
 }  # fmt: skip
 
@@ -25,7 +25,6 @@ class Graph:
 
     name: str = ""  # in llama.cpp, as "qwen3moe"
     refused: str = ""  # why target gguf does not write it, though llama.cpp has a graph; then nothing else is given
-    unread: str = ""  # why a file of it is no source
     eps: str = "rms_norm_eps"  # the config's name of the norms' epsilon
     rms: bool = True  # whether norms are RMS norms
     activation: str = "hidden_act"  # the config's name of the activation
@@ -41,6 +40,7 @@ class Graph:
     root_layers: int = 0  # layers of the one size with attention divided by the root of hidden / heads, not head_dim
     softcaps: Mapping[str, float] = field(default_factory=dict)  # fields of capped logits -> llama.cpp's own values
     original_context: bool = False  # whether llama.cpp reads the context before scaling
+    gating: str = "softmax"  # what makes scores of experts of logits, in a file without expert_gating_func
     counts: Mapping[str, Formula] = field(default_factory=dict)  # more keys: uint32, over dims and config fields
     numbers: Mapping[str, Formula] = field(default_factory=dict)  # float32
     switches: Mapping[str, Formula] = field(default_factory=dict)  # bool

@@ -5,12 +5,16 @@ Rows have whole blocks: `in` is a multiple of 64, which NVFP4 needs.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from tests.models.draft_families import KEY, Tensors, write
 
 SAMPLE = "the theory of the other thing is that there are three of them, and nothing further than those " * 3
 
@@ -126,3 +130,14 @@ def save(family: str, directory: Path, **changed: Any) -> Path:
     model.save_pretrained(directory)
     byte_tokenizer().save(str(directory / "tokenizer.json"))
     return directory
+
+
+def add_draft(model: Path) -> Tensors:
+    """Give a glm4moe of three layers a draft layer, with the last one's matrices; return the draft layer's tensors."""
+    tensors, config = load_file(model / "model.safetensors"), json.loads((model / "config.json").read_text())
+    own = {"eh_proj": (192, 384), "enorm": (192,), "hnorm": (192,), "shared_head.norm": (192,)}
+    more = {f"model.layers.3.{name}.weight": torch.randn(shape) for name, shape in own.items()}
+    last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.")}
+    more |= {name.replace(".2.", ".3.", 1): tensor.clone() for name, tensor in last.items()}
+    write(model, tensors | more, config | {KEY: 1})
+    return more

@@ -230,7 +230,7 @@ def _config(
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type, **_TOKENS}
     config |= fields_of(family, terms)
     if family.theta and "rope_parameters" not in entries:
-        config["rope_parameters"] = rope_parameters(terms)
+        config["rope_parameters"] = rope_parameters(terms, family.partial)
     config["dtype"] = min(specs.values(), key=lambda spec: "embed" not in spec.name).dtype
     return {name: bool(value) if name == "tie_word_embeddings" else value for name, value in config.items()}
 

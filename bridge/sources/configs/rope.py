@@ -57,8 +57,11 @@ def _check(given: object, where: str) -> None:
             raise SourceError(f"{where} = {shown(part)}: must be a mapping of finite numbers")
 
 
-def rope_parameters(terms: Facts) -> dict[str, Any]:
-    """Return `rope_parameters`; with sliding layers, one for each kind of layer."""
+def rope_parameters(terms: Facts, usual: float = 1.0) -> dict[str, Any]:
+    """Return `rope_parameters`; with sliding layers, one for each kind of layer.
+
+    usual: the part of a head that the class turns without `partial_rotary_factor`.
+    """
     theta = terms["theta"].value
     scaling = dict(terms["scaling"].value) if "scaling" in terms else {}
     if isinstance(theta, list | tuple):
@@ -67,8 +70,8 @@ def rope_parameters(terms: Facts) -> dict[str, Any]:
             SLIDING: {"rope_type": "default", "rope_theta": float(local)},
             FULL: {"rope_type": "default", "rope_theta": float(everywhere), **scaling},
         }
-    share = terms["partial"].value if "partial" in terms else 1
-    partial = {"partial_rotary_factor": share} if share != 1 else {}
+    share = terms["partial"].value if "partial" in terms else None
+    partial = {} if share is None or share == usual == 1 else {"partial_rotary_factor": share}
     return {"rope_type": "default", "rope_theta": float(theta), **partial, **scaling}
 
 

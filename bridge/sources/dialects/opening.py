@@ -21,12 +21,13 @@ from bridge.sources.configs.derive import Declared, Derived, hf_config
 from bridge.sources.configs.facts import Given
 from bridge.sources.configs.token_count import token_count
 from bridge.sources.configs.tokenizer_files import token_ids
-from bridge.sources.dialects.tensors import weights_of
+from bridge.sources.dialects.tensors import as_stored, weights_of
 from bridge.sources.quantized.megatron import Statistics, quantizer_state, refuse_changed, unsmoothed
 from bridge.sources.side_files import SideFiles
 from bridge.sources.weights.containers import Container
 from bridge.sources.weights.distributed import json_object
 from bridge.sources.weights.ranks import Joined, Rank
+from bridge.tables.architectures.match import architecture_of
 from bridge.tables.dialects.dialect import Cut, Dialect, DialectRow, load_dialect
 from bridge.tables.dialects.translate import row_pattern, translate, translator
 
@@ -45,7 +46,8 @@ class Foreign:
 
     `given`: the checkpoint's config.json and the caller's `config=`. `side_files`: those to copy, given the container.
     `copies`: heads that the configuration ties to the embedding but that are stored; the conversion compares the two.
-    `notes`: other files and directories -> why they are not read. `kind`: the class of its source.
+    `notes`: other files and directories -> why they are not read. `kind`: the class of its source. `drafts`: tensors of
+    draft layers -> the layer's number, after the model's last.
     """
 
     root: Path
@@ -58,6 +60,7 @@ class Foreign:
     copies: Collection[str] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
     kind: type[HfSource] = HfSource
+    drafts: Mapping[str, int] = field(default_factory=dict)
 
 
 def source_of(checkpoint: Foreign, tokenizer: Any = None) -> HfSource:
@@ -68,16 +71,22 @@ def source_of(checkpoint: Foreign, tokenizer: Any = None) -> HfSource:
     rough = checkpoint.join(lambda name: Cut(row.cut.axis) if (row := any_row(name)) and row.cut else None)
     state = quantizer_state(rough.specs)
     refuse_changed(where, rough, state)
-    named_specs = _without(rough, {*state, *checkpoint.copies})
+    named_specs = _without(rough, {*state, *checkpoint.copies, *checkpoint.drafts})
     derived = hf_config(
         where, checkpoint.dialect, checkpoint.declared, named_specs, checkpoint.given,
         lambda: token_count(where, checkpoint.side_files(rough).files, tokenizer),
     )  # fmt: skip
     dims = _dims(dialect, derived)
-    row_of = translator(dialect, derived.config, dims).row_of
+    layers = {"num_hidden_layers": max(checkpoint.drafts.values()) + 1} if checkpoint.drafts else {}
+    config = derived.config | layers
+    row_of = translator(dialect, config, dims).row_of
     container = checkpoint.join(lambda name: row.cut if (row := row_of(name)) else None)
     others = {**_objects(container), **state}
-    tensors, translation = translate(dialect, derived.config, dims, _without(container, state).values(), where, others)
+    own = _only_drafted(dialect, config, checkpoint.drafts)
+    specs = _without(container, {*state, *own})
+    tensors, translation = translate(dialect, config, dims, specs.values(), where, others)
+    for name, shown in own.items():
+        translation.native[name], tensors[shown] = as_stored(container.specs[name], shown)
     copied = checkpoint.side_files(container)
     statistics = Statistics(where, translation.architecture, container, translation.native, tensors)
     reasons = _folded(translation.ignored | statistics.reasons(state))
@@ -90,6 +99,18 @@ def source_of(checkpoint: Foreign, tokenizer: Any = None) -> HfSource:
     source = checkpoint.kind(checkpoint.root, where, derived.config | ids, weights, tokenizer, side_files=side_files)
     source.statistics = statistics if state else None
     return source
+
+
+def _only_drafted(dialect: Dialect, config: Mapping[str, Any], drafts: Mapping[str, int]) -> dict[str, str]:
+    """Return the tensors that no other layer than a draft layer has -> their Hugging Face names."""
+    rows = dialect.drafts.get(dialect.architectures[architecture_of(config)], {})
+    patterns = [(row_pattern(name), within) for name, within in rows.items()]
+    return {
+        name: f"model.layers.{layer}.{within}"
+        for name, layer in drafts.items()
+        for pattern, within in patterns
+        if pattern.fullmatch(name)
+    }
 
 
 def training(container: Container) -> dict[str, str]:

@@ -21,6 +21,7 @@ import numpy as np
 from bridge.core.aligned_buffers import aligned_empty
 from bridge.core.dtypes import DTYPES, from_float32, to_float32
 from bridge.core.text import natural
+from bridge.core.values import TensorSpec
 from bridge.sources.weights.containers import Container
 from bridge.sources.weights.shards import Weights
 from bridge.tables.dialects.layout import whole
@@ -46,11 +47,16 @@ def unchanged(container: Container, prefix: str = "") -> Weights:
     """Return the tensors of a container that has Hugging Face's names after `prefix`."""
     native, spelled = {}, {}
     for name, spec in container.specs.items():
-        shape = (spec.shape[0], math.prod(spec.shape[1:])) if len(spec.shape) > 1 else spec.shape
-        native[name] = Native(name, shape, spec.dtype)
         shown = name.removeprefix(prefix)
-        spelled[shown] = Translated(replace(spec, name=shown), (whole(name, shape, {name: shape}),))
+        native[name], spelled[shown] = as_stored(spec, shown)
     return weights_of(container, native, spelled)
+
+
+def as_stored(spec: TensorSpec, shown: str) -> tuple[Native, Translated]:
+    """A stored tensor, and the same under the name `shown`."""
+    shape = (spec.shape[0], math.prod(spec.shape[1:])) if len(spec.shape) > 1 else spec.shape
+    same = whole(spec.name, shape, {spec.name: shape})
+    return Native(spec.name, shape, spec.dtype), Translated(replace(spec, name=shown), (same,))
 
 
 @dataclass(frozen=True)

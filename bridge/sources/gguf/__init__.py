@@ -39,7 +39,7 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     from bridge.sources.config_json import changed_config
     from bridge.sources.configs.facts import Given
     from bridge.sources.dialects.opening import Foreign, source_of
-    from bridge.sources.gguf.config import architecture_of, declared_by_gguf
+    from bridge.sources.gguf.config import architecture_of, declared_by_gguf, drafts_of, switched
     from bridge.sources.gguf.container import GgufTensors
     from bridge.sources.gguf.files import open_files
     from bridge.sources.gguf.tokenizer import tokenizer_files
@@ -56,10 +56,11 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     architecture = architecture_of(where, metadata, container.specs, named or None)
     factors = next((file.read(name) for file in files for name in COMPUTED if name in file.specs), None)
     declared = declared_by_gguf(metadata, container.specs, architecture, factors)
-    causal = metadata.get(f"{metadata['general.architecture']}.attention.causal", True)
+    drafts = drafts_of(metadata, container.specs, declared)
     own: dict[str, Any] = {"architectures": [architecture], "dtype": main_dtype(container.specs.values())}
-    own |= {} if causal else {"is_causal": False}
+    own |= switched(metadata, architecture)
+    own |= {"num_nextn_predict_layers": len({*drafts.values()})} if drafts else {}
     entries = Given({**own, **given, "architectures": [architecture]}, own.keys() - given.keys())
     made = SideFiles(tokenizer_files(where, metadata) if tokenizer is None else {})
-    checkpoint = Foreign(path, where, "gguf", declared, lambda _: container, entries, lambda _: made)
+    checkpoint = Foreign(path, where, "gguf", declared, lambda _: container, entries, lambda _: made, drafts=drafts)
     return source_of(checkpoint, tokenizer)

@@ -15,10 +15,12 @@ from bridge.core.mappings import mappings, read_table
 from bridge.core.text import nearest
 from bridge.core.values import TensorSpec
 from bridge.sources.configs.derive import Declared
-from bridge.sources.configs.facts import COUNT, NUMBER, TRUTH, Fact, Facts, mistyped, shown
+from bridge.sources.configs.extents import layout_of
+from bridge.sources.configs.facts import COUNT, FACTOR, MAX_LAYERS, NUMBER, TRUTH, Fact, Facts, Kind, mistyped, shown
 from bridge.sources.configs.families import Family, family_of
 from bridge.sources.configs.rope import Rope, llama3_factors
 from bridge.tables.architectures.arch import load_arch
+from bridge.tables.dialects.dialect import load_dialect
 from bridge.tables.expressions.grammar import roles_in
 from bridge.tables.llama_cpp import Graph, graphs
 
@@ -28,9 +30,18 @@ ROUTER = "ffn_gate_inp.weight"  # of a layer with experts
 # Llama 3.1's own numbers beside the factor; `rope_freqs` has their result only.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ORIGINAL = 8192
+DRAFTS = "nextn_predict_layers"
+_GATING = {1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers of what makes scores of logits
+_FROM_ZERO = Kind(
+    f"a whole number, zero or above, at most {MAX_LAYERS}",
+    lambda given: type(given) is int and 0 <= given <= MAX_LAYERS,
+)
 _READ = {
     "rope.dimension_count": COUNT, "attention.causal": TRUTH, "attention.value_length": COUNT,
-    "rope.scaling.original_context_length": COUNT, "rope.scaling.factor": NUMBER,
+    "attention.key_length_mla": COUNT, "rope.scaling.original_context_length": COUNT, "rope.scaling.factor": NUMBER,
+    "rope.scaling.yarn_log_multiplier": FACTOR, "rope.scaling.yarn_beta_fast": NUMBER,
+    "rope.scaling.yarn_beta_slow": NUMBER, "leading_dense_block_count": _FROM_ZERO, "expert_shared_count": _FROM_ZERO,
+    "expert_gating_func": _FROM_ZERO, DRAFTS: _FROM_ZERO,
 }  # fmt: skip
 
 
@@ -40,10 +51,8 @@ def architecture_of(where: str, metadata: Mapping[str, Any], specs: Mapping[str,
     `given`: the class that the caller names, if any; one name of llama.cpp's stands for several.
     """
     name = metadata.get(ARCHITECTURE)
-    known = sorted({graph.name for graph in graphs().values() if not graph.refused and not graph.unread})
+    known = sorted({graph.name for graph in graphs().values() if not graph.refused})
     classes = [one for one, graph in graphs().items() if graph.name == name and not graph.refused]
-    if classes and (why := graphs()[classes[0]].unread):
-        raise SourceError(f"{where}: {ARCHITECTURE} is {shown(name)}: {why}")
     if not classes:
         near = nearest(name, known) if isinstance(name, str) else f"known: {', '.join(known)}"
         raise SourceError(f"{where}: {ARCHITECTURE} is {shown(name)}, which has no table here; {near}")
@@ -75,7 +84,10 @@ def declared_by_gguf(
     prefix = f"{graph.name}."
     own = {key.removeprefix(prefix): key for key in metadata if key.startswith(prefix)}
     facts = {name: Fact(_plain(metadata[key]), key) for name, key in own.items()}
-    words, read = _TABLE.texts("gguf_terms"), _TABLE.texts("gguf_read")
+    words, read = _TABLE.texts("gguf_terms"), {**_TABLE.texts("gguf_read")}
+    dialect = load_dialect("gguf")
+    if not dialect.drafts.get(dialect.architectures[architecture]):
+        del read[DRAFTS]  # llama.cpp's graph runs all blocks
     refused = {
         own[
             name
@@ -87,6 +99,10 @@ def declared_by_gguf(
     terms = {words[name]: fact for name, fact in facts.items() if name in words and fact.value not in (0, None)}
     terms["tied"] = Fact("output.weight" not in specs, "output.weight")
     problems += mistyped(terms)
+    if "layers" in terms and (drafts := facts.get(DRAFTS)) and DRAFTS in read:
+        layers = terms["layers"]
+        terms["layers"] = Fact(layers.value - drafts.value, f"{layers.where} - {drafts.where}")
+    _add_experts(terms, facts)
     _add_fixed(terms, graph, family)
     scaled = _add_rope(terms, facts, graph, family, factors)
     value = facts.get("attention.value_length")
@@ -95,9 +111,40 @@ def declared_by_gguf(
     return Declared(terms, tuple(problems), () if scaled else ("scaling",), refused)
 
 
+def switched(metadata: Mapping[str, Any], architecture: str) -> dict[str, bool]:
+    """Fields of config.json that a file switches, and no family has a term for."""
+    graph = graphs()[architecture]
+    fields = {str(field): bool(metadata.get(f"{graph.name}.{key}")) for key, field in graph.switches.items()}
+    return fields | ({} if metadata.get(f"{graph.name}.attention.causal", True) else {"is_causal": False})
+
+
+def drafts_of(metadata: Mapping[str, Any], specs: Mapping[str, TensorSpec], declared: Declared) -> dict[str, int]:
+    """The tensors of draft layers, which are blocks after the model's -> the layer's number."""
+    if "layers" not in declared.terms:
+        return {}
+    read, blocks = layout_of("gguf", specs).read, metadata[f"{metadata[ARCHITECTURE]}.block_count"]
+    numbers = {name: read(name).layer for name in specs}
+    last = range(declared.terms["layers"].value, blocks)
+    return {name: number for name, number in numbers.items() if number is not None and number in last}
+
+
 def _plain(value: Any) -> Any:
     """A float32 as the shortest number that is rounded to it: 1e-05."""
     return float(str(np.float32(value))) if isinstance(value, float) and np.isfinite(value) else value
+
+
+def _add_experts(terms: dict[str, Fact], facts: Facts) -> None:
+    """Add what keys tell of experts in other words than ours."""
+    dense, shared, gating = (
+        facts.get(name) for name in ("leading_dense_block_count", "expert_shared_count", "expert_gating_func")
+    )
+    if dense:
+        terms["dense"] = Fact(tuple(range(dense.value)), f"{dense.where} ({dense.value})")
+    if shared and shared.value and "moe_ffn" in terms:
+        where = f"{shared.where} ({shared.value}) * {terms['moe_ffn'].where}"
+        terms["shared_ffn"] = Fact(shared.value * terms["moe_ffn"].value, where)
+    if gating and gating.value:
+        terms["score"] = Fact(_GATING.get(gating.value, "another"), f"{gating.where} ({gating.value})")
 
 
 def _add_fixed(terms: dict[str, Fact], graph: Graph, family: Family) -> None:
@@ -111,6 +158,7 @@ def _add_fixed(terms: dict[str, Fact], graph: Graph, family: Family) -> None:
     wide = "gelu_pytorch_tanh"  # llama.cpp's GELU is the approximation by tanh
     default("activation", wide if wide in graph.activations else graph.activations[0])
     default("renormalize", True)
+    default("score", graph.gating)
     for name, cap in graph.softcaps.items():
         default({"attn_logit_softcapping": "attn_softcap"}.get(name, "logit_softcap"), cap)
     if "heads" in terms and "hidden" in terms:
@@ -134,11 +182,15 @@ def _add_rope(terms: dict[str, Fact], facts: Facts, graph: Graph, family: Family
     pair = isinstance(family.theta, list)
     terms["theta"] = Fact([graph.local_theta, theta.value], theta.where) if pair else theta
     turned, head_dim = facts.get("rope.dimension_count"), terms.get("head_dim")
+    if turned and "rope_dim" in family.terms:  # latent attention, whose key_length is that of its cache
+        terms["rope_dim"], head_dim = turned, turned
+        if whole := facts.get("attention.key_length_mla"):
+            terms["nope_dim"] = Fact(whole.value - turned.value, f"{whole.where} - {turned.where}")
     share = turned.value / head_dim.value if turned and head_dim else graph.rotary_share
     if share != 1 or "partial" in family.rope:
         terms["partial"] = Fact(share, turned.where if turned else f"llama.cpp's {graph.name}")
     kind = facts.get("rope.scaling.type", Fact("none", ""))
-    found = {} if kind.value == "none" else _scaling(str(kind.value), facts)
+    found = {} if kind.value == "none" else _scaling(str(kind.value), facts, graph)
     if factors is not None:
         found = _llama3(factors, float(theta.value)) if kind.value == "none" else None
         kind = Fact("llama3", "rope_freqs.weight")
@@ -147,14 +199,22 @@ def _add_rope(terms: dict[str, Fact], facts: Facts, graph: Graph, family: Family
     return found is not None
 
 
-def _scaling(kind: str, facts: Facts) -> dict[str, Any] | None:
+def _scaling(kind: str, facts: Facts, graph: Graph) -> dict[str, Any] | None:
     """The scaling of the keys; None if they do not tell all of it."""
+    own = "yarn" in graph.scalings  # llama.cpp's graph multiplies the scores by the square of mscale, and has no other
     names = {"factor": "rope.scaling.factor"}
     if kind == "yarn":
         names["original_max_position_embeddings"] = "rope.scaling.original_context_length"
-    if kind not in ("linear", "yarn") or not facts.keys() >= {*names.values()}:
+    if kind not in (("yarn",) if own else ("linear", "yarn")) or not facts.keys() >= {*names.values()}:
         return None
-    return {"rope_type": kind, **{name: facts[key].value for name, key in names.items()}}
+    multiplier = facts.get("rope.scaling.yarn_log_multiplier")
+    if own != bool(multiplier and multiplier.value):
+        return None
+    betas = {name: f"rope.scaling.yarn_{name}" for name in ("beta_fast", "beta_slow")} if kind == "yarn" else {}
+    found = {name: facts[key].value for name, key in {**names, **betas}.items() if key in facts}
+    if multiplier and own:  # sic: a tenth of it, which llama.cpp's loader multiplies by ten
+        found["mscale"] = found["mscale_all_dim"] = _plain(10.0 * multiplier.value)
+    return {"rope_type": kind, **found}
 
 
 def _llama3(factors: np.ndarray, theta: float) -> dict[str, Any] | None:

@@ -20,8 +20,8 @@ from bridge.core.formats.gguf import GgufFile
 from bridge.sources.gguf.container import GgufTensors
 from bridge.sources.opening import open_source
 from bridge.tables.dialects.dialect import load_dialect
-from bridge.tables.llama_cpp import graphs
-from tests.models.gguf_families import FAMILIES, save
+from tests.models.draft_families import KEY
+from tests.models.gguf_families import FAMILIES, add_draft, save
 from tests.oracles.gguf_files import rewritten
 
 # A GGUF file names several classes alike: those whose models compute the same become the first.
@@ -49,6 +49,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written("llama", tmp_path_factory.mktemp("llama"))[1]
 
 
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written("deepseek2", tmp_path_factory.mktemp("deepseek"))[1]
+
+
 def refusal(model: object, **arguments: Any) -> str:
     with pytest.raises(SourceError) as caught:
         open_source(model, **arguments)
@@ -59,14 +64,8 @@ def test_every_architecture_with_a_layout_is_read() -> None:
     assert {name for name, _ in FAMILIES.values()} == set(load_dialect("gguf").architectures)
 
 
-@pytest.mark.parametrize("family", [family for family, (name, _) in FAMILIES.items() if graphs()[name].unread])
-def test_what_is_written_and_not_read_yet_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    told = refusal(written(family, tmp_path)[1])
-    assert f"general.architecture is '{family}': " in told and "start from the Hugging Face checkpoint" in told
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family, (name, _) in FAMILIES.items() if not graphs()[name].unread])
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_there_and_back_gives_the_same_bytes_and_logits(family: str, tmp_path: Path) -> None:
     source, file = written(family, tmp_path)
     assert bridge.convert(str(file), target="hf", out=tmp_path / "back").passed
@@ -80,6 +79,50 @@ def test_there_and_back_gives_the_same_bytes_and_logits(family: str, tmp_path: P
         ours, theirs = (model.eval()(PROMPT).logits for model in models)
     # both are GELU's approximation, in another order
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if family in ("gpt2", "starcoder2") else 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("deepseek2", {"q_lora_rank": None, "norm_topk_prob": False, "first_k_dense_replace": 0}),
+        ("glm4moe", {"attention_bias": False, "use_qk_norm": False, "norm_topk_prob": False, "n_shared_experts": 1}),
+        ("glm4moe", {"partial_rotary_factor": 1.0, "tie_word_embeddings": True, "first_k_dense_replace": 2}),
+        ("nemotron", {"partial_rotary_factor": 1.0}),
+    ],
+)
+def test_fields_that_the_keys_tell_come_back(family: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    source, file = written(family, tmp_path, **changed)
+    before, after = (transformers.AutoConfig.for_model(**open_source(at).config) for at in (source, file))
+    fields = {*FAMILIES[family][1], *changed} - {"rope_parameters", "partial_rotary_factor", "head_dim"}
+    assert {name: getattr(after, name) for name in fields} == {name: getattr(before, name) for name in fields}
+    assert after.rope_parameters.items() <= before.rope_parameters.items()
+    assert after.rope_parameters.get("partial_rotary_factor") == before.rope_parameters.get("partial_rotary_factor")
+
+
+@pytest.mark.parametrize("mscale", [0.707, 1.3])
+def test_scales_and_bounds_of_yarn_come_back(mscale: float, deepseek: Path, tmp_path: Path) -> None:
+    keys = {"yarn_log_multiplier": 0.1 * mscale, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}
+    keys = {f"deepseek2.rope.scaling.{name}": value for name, value in keys.items()}
+    assert open_source(rewritten(deepseek, tmp_path / "model.gguf", keys=keys)).config["rope_parameters"] == {
+        "rope_type": "yarn", "rope_theta": 5000.0, "factor": 8.0, "original_max_position_embeddings": 32,
+        "mscale": mscale, "mscale_all_dim": mscale, "beta_fast": 16.0, "beta_slow": 2.0,
+    }  # fmt: skip
+
+
+def test_a_draft_layer_comes_back(tmp_path: Path) -> None:
+    source = save("glm4moe", tmp_path / "model")
+    more = add_draft(source)
+    for choice in ("keep", "drop"):
+        bridge.convert(source, "gguf", out=tmp_path / choice, drafts=choice, verify=False)
+    result = bridge.convert(tmp_path / "keep", "hf", out=tmp_path / "back")
+    assert result.passed
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert before.keys() == after.keys() and more.keys() <= after.keys()
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+    with_it, without = (open_source(tmp_path / choice) for choice in ("keep", "drop"))
+    assert (with_it.config["num_hidden_layers"], with_it.config[KEY]) == (3, 1)
+    assert without.specs == {name: spec for name, spec in with_it.specs.items() if name not in more}
+    assert without.config["num_hidden_layers"] == 3 and KEY not in without.config
 
 
 @pytest.mark.parametrize(
@@ -133,7 +176,7 @@ def test_the_caller_names_the_class_and_its_config(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"general.architecture": "falcon"}, "general.architecture is 'falcon', which has no table here; known: gemma"),
+        ({"general.architecture": "falcon"}, "general.architecture is 'falcon', which has no table here; known: deep"),
         ({"llama.attention.scale": 0.5}, "llama.attention.scale = 0.5: is not read"),
         ({"llama.attention.head_count": [6, 6, 2]}, "llama.attention.head_count = [6, 6, 2]: must be a whole number"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "rms_norm_eps: epsilon of the norms"),
@@ -153,6 +196,29 @@ def test_keys_that_cannot_be_followed_are_refused(
     file = rewritten(llama, tmp_path / "model.gguf", keys=keys)
     text = refusal(file)
     assert message in text and text.startswith(str(file))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"expert_gating_func": 1}, "score = 'sigmoid', but deepseek2.expert_gating_func (1) = 'softmax'"),
+        ({"expert_gating_func": None}, "score = 'sigmoid', but llama.cpp's deepseek2 = 'softmax'"),
+        ({"expert_group_count": None}, "n_group: groups of experts"),
+        ({"expert_shared_count": 3}, "deepseek2.expert_feed_forward_length = 192, but the tensors have 128"),
+        ({"leading_dense_block_count": 2}, "deepseek2.leading_dense_block_count (2) = (0, 1), but the tensors have"),
+        ({"leading_dense_block_count": -1}, "deepseek2.leading_dense_block_count = -1: must be a whole number"),
+        ({"attention.key_length_mla": 90}, "deepseek2.attention.key_length_mla - deepseek2.rope.dimension_count = 58"),
+        ({"rope.dimension_count": 16}, "deepseek2.rope.dimension_count = 16"),
+        ({"rope.scaling.type": "linear"}, "rope_parameters: scaling of the rotary embedding"),
+        ({"rope.scaling.yarn_log_multiplier": None}, "rope_parameters: scaling of the rotary embedding"),
+        ({"nextn_predict_layers": 1}, "deepseek2.nextn_predict_layers = 1: is not read"),
+    ],
+)
+def test_keys_of_experts_and_latents_that_cannot_be_followed_are_refused(
+    keys: dict[str, Any], message: str, deepseek: Path, tmp_path: Path
+) -> None:
+    own = {f"deepseek2.{name}": value for name, value in keys.items()}
+    assert message in refusal(rewritten(deepseek, tmp_path / "model.gguf", keys=own))
 
 
 def test_what_is_refused_can_be_answered(llama: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from tokenizers import Regex, pre_tokenizers
 
 import bridge
@@ -25,8 +23,7 @@ from bridge.targets.gguf.runtime import LlamaCpp
 from bridge.targets.manifest import load_manifest
 from tests.blocks import ROOT
 from tests.covering import grid
-from tests.models.draft_families import KEY, write
-from tests.models.gguf_families import FAMILIES, byte_tokenizer, piece_tokenizer, save
+from tests.models.gguf_families import FAMILIES, add_draft, byte_tokenizer, piece_tokenizer, save
 from tests.oracles.llama_cpp import RoundedInputs, dequantized, log_probabilities
 
 MODELS = ROOT / "examples" / "models"
@@ -79,12 +76,7 @@ def test_llama_cpp_computes_the_source_in_float32(family: str, tmp_path: Path) -
 @pytest.mark.parametrize("drafts", ["keep", "quantize"])
 def test_llama_cpp_loads_a_draft_layer_beside_the_others(drafts: str, tmp_path: Path) -> None:
     source, quant = save("glm4moe", tmp_path / "model"), "q8_0" if drafts == "quantize" else None
-    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
-    last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.")}
-    own = {"eh_proj": (192, 384), "enorm": (192,), "hnorm": (192,), "shared_head.norm": (192,)}
-    more = {f"model.layers.3.{name}.weight": torch.randn(shape) for name, shape in own.items()}
-    more |= {name.replace(".2.", ".3.", 1): tensor.clone() for name, tensor in last.items()}
-    write(source, tensors | more, config | {KEY: 1})
+    more, own = add_draft(source), ("eh_proj", "enorm", "hnorm", "shared_head.norm")
     for choice in (drafts, "drop"):
         bridge.convert(source, "gguf", quant, tmp_path / choice, drafts=choice, verify=False)
     files = [tmp_path / choice / "model.gguf" for choice in (drafts, "drop")]
