@@ -13,11 +13,17 @@ Changed = Mapping[str, Any]
 
 
 def rewritten(
-    path: Path, out: Path, kinds: Mapping[str, str] | None = None, keys: Changed | None = None, shards: int = 1
+    path: Path,
+    out: Path,
+    kinds: Mapping[str, str] | None = None,
+    keys: Changed | None = None,
+    shards: int = 1,
+    tensors: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """Write a GGUF file anew by gguf-py.
 
     kinds: tensor -> its type, as "Q5_1"; gguf-py quantizes it.  keys: changed keys, None leaves one out.
+    tensors: other values of a tensor.
     shards: parts that tensors are spread over, as llama-gguf-split names them; the first is returned.
     """
     reader = gguf.GGUFReader(path)
@@ -33,13 +39,17 @@ def rewritten(
         if name == "general.architecture":
             writer.kv_data[0][name].value = value
         elif value is not None:
-            kind = gguf.GGUFValueType.get_type(value)
+            # llama.cpp loads no INT32 where it wants a whole number
+            whole = type(value) is int and value >= 0
+            kind = gguf.GGUFValueType.UINT32 if whole else gguf.GGUFValueType.get_type(value)
             writer.add_key_value(
                 name, value, kind, gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
             )
     for tensor in reader.tensors:
         kind = gguf.GGMLQuantizationType[(kinds or {}).get(tensor.name, tensor.tensor_type.name)]
-        if kind == tensor.tensor_type:
+        if tensors and tensor.name in tensors:
+            writer.add_tensor(tensor.name, tensors[tensor.name])
+        elif kind == tensor.tensor_type:
             writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=kind)
         else:
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)

@@ -39,7 +39,7 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     from bridge.sources.config_json import changed_config
     from bridge.sources.configs.facts import Given
     from bridge.sources.dialects.opening import Foreign, source_of
-    from bridge.sources.gguf.config import architecture_of, declared_by_gguf, drafts_of, switched
+    from bridge.sources.gguf.config import architecture_of, declared_by_gguf, drafts_of, switched, windows_without_use
     from bridge.sources.gguf.container import GgufTensors
     from bridge.sources.gguf.files import open_files
     from bridge.sources.gguf.tokenizer import tokenizer_files
@@ -62,5 +62,8 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     own |= {"num_nextn_predict_layers": len({*drafts.values()})} if drafts else {}
     entries = Given({**own, **given, "architectures": [architecture]}, own.keys() - given.keys())
     made = SideFiles(tokenizer_files(where, metadata) if tokenizer is None else {})
-    checkpoint = Foreign(path, where, "gguf", declared, lambda _: container, entries, lambda _: made, drafts=drafts)
+    notes = windows_without_use(metadata, architecture)
+    checkpoint = Foreign(
+        path, where, "gguf", declared, lambda _: container, entries, lambda _: made, notes=notes, drafts=drafts
+    )
     return source_of(checkpoint, tokenizer)

@@ -11,12 +11,26 @@ from typing import Any
 import numpy as np
 
 from bridge.core.errors import SourceError
+from bridge.core.formats.gguf import COMPUTED
 from bridge.core.mappings import mappings, read_table
 from bridge.core.text import nearest
 from bridge.core.values import TensorSpec
 from bridge.sources.configs.derive import Declared
 from bridge.sources.configs.extents import layout_of
-from bridge.sources.configs.facts import COUNT, FACTOR, MAX_LAYERS, NUMBER, TRUTH, Fact, Facts, Kind, mistyped, shown
+from bridge.sources.configs.facts import (
+    COUNT,
+    FACTOR,
+    KINDS,
+    MAX_LAYERS,
+    NUMBER,
+    TRUTH,
+    WORD,
+    Fact,
+    Facts,
+    Kind,
+    mistyped,
+    shown,
+)  # fmt: skip
 from bridge.sources.configs.families import Family, family_of
 from bridge.sources.configs.rope import Rope, llama3_factors
 from bridge.tables.architectures.arch import load_arch
@@ -30,18 +44,27 @@ ROUTER = "ffn_gate_inp.weight"  # of a layer with experts
 # Llama 3.1's own numbers beside the factor; `rope_freqs` has their result only.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ORIGINAL = 8192
+(ROPE_FREQS,) = COMPUTED
 DRAFTS = "nextn_predict_layers"
+_THETA = 1e4  # llama.cpp's base of a file without one
+NORMALIZED = "expert_weights_norm"
+# Keys of which zero says that the model has none; every other zero is a number like others.
+_NONE_AT_ZERO = (
+    "attention.sliding_window", "attention.q_lora_rank", "expert_count", "expert_used_count", "expert_group_count", "expert_group_used_count",
+    "expert_weights_scale",
+)  # fmt: skip
 _GATING = {1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers of what makes scores of logits
 _FROM_ZERO = Kind(
     f"a whole number, zero or above, at most {MAX_LAYERS}",
     lambda given: type(given) is int and 0 <= given <= MAX_LAYERS,
 )
+_TERMS = {**KINDS, "theta": NUMBER, "window": COUNT}  # a file has one number, where others may have two
 _READ = {
     "rope.dimension_count": COUNT, "attention.causal": TRUTH, "attention.value_length": COUNT,
     "attention.key_length_mla": COUNT, "rope.scaling.original_context_length": COUNT, "rope.scaling.factor": NUMBER,
     "rope.scaling.yarn_log_multiplier": FACTOR, "rope.scaling.yarn_beta_fast": NUMBER,
     "rope.scaling.yarn_beta_slow": NUMBER, "leading_dense_block_count": _FROM_ZERO, "expert_shared_count": _FROM_ZERO,
-    "expert_gating_func": _FROM_ZERO, DRAFTS: _FROM_ZERO,
+    "expert_gating_func": _FROM_ZERO, DRAFTS: _FROM_ZERO, "rope.scaling.type": WORD,
 }  # fmt: skip
 
 
@@ -88,23 +111,22 @@ def declared_by_gguf(
     dialect = load_dialect("gguf")
     if not dialect.drafts.get(dialect.architectures[architecture]):
         del read[DRAFTS]  # llama.cpp's graph runs all blocks
-    refused = {
-        own[
-            name
-        ]: f"{fact}: is not read, so the model may compute otherwise; config={{{own[name]!r}: None}} leaves it out"
-        for name, fact in facts.items()
-        if name not in words and name not in read
-    }
+    why = "is not read, so the model may compute otherwise"
+    unread = {own[name]: fact for name, fact in facts.items() if name not in words and name not in read}
+    refused = {key: f"{fact}: {why}; config={{{key!r}: None}} leaves it out" for key, fact in unread.items()}
     problems = mistyped(facts, _READ)
-    terms = {words[name]: fact for name, fact in facts.items() if name in words and fact.value not in (0, None)}
+    none = {name for name in _NONE_AT_ZERO if name in facts and _is_zero(facts[name].value)}
+    terms = {words[name]: fact for name, fact in facts.items() if name in words and name not in none}
     terms["tied"] = Fact("output.weight" not in specs, "output.weight")
-    problems += mistyped(terms)
+    problems += mistyped(terms, _TERMS)
+    if NORMALIZED not in graph.switches and "renormalize" in terms and not terms["renormalize"].value:
+        problems.append(f"{terms['renormalize']}, but llama.cpp's {graph.name} divides by the sum in any case")
     if "layers" in terms and (drafts := facts.get(DRAFTS)) and DRAFTS in read:
         layers = terms["layers"]
         terms["layers"] = Fact(layers.value - drafts.value, f"{layers.where} - {drafts.where}")
     _add_experts(terms, facts)
     _add_fixed(terms, graph, family)
-    scaled = _add_rope(terms, facts, graph, family, factors)
+    scaled = _add_rope(terms, facts, graph, family, factors, problems)
     value = facts.get("attention.value_length")
     if value and "head_dim" in terms and value.value != terms["head_dim"].value and "v_dim" not in family.terms:
         problems.append(f"{value}, but {terms['head_dim']}: {architecture} has one width")
@@ -118,6 +140,16 @@ def switched(metadata: Mapping[str, Any], architecture: str) -> dict[str, bool]:
     return fields | ({} if metadata.get(f"{graph.name}.attention.causal", True) else {"is_causal": False})
 
 
+def windows_without_use(metadata: Mapping[str, Any], architecture: str) -> dict[str, str]:
+    """The key of a window that llama.cpp's graph does not have -> what it does."""
+    name, every = graphs()[architecture].name, graphs()[architecture].every
+    key = f"{name}.attention.sliding_window"
+    window, context = metadata.get(key), metadata.get(f"{name}.context_length")
+    if every or type(window) is not int or type(context) is not int or not 0 < window < context:
+        return {}
+    return {key: f"a window of {window}; llama.cpp's {name} attends to every token, and so does this model"}
+
+
 def drafts_of(metadata: Mapping[str, Any], specs: Mapping[str, TensorSpec], declared: Declared) -> dict[str, int]:
     """The tensors of draft layers, which are blocks after the model's -> the layer's number."""
     if "layers" not in declared.terms:
@@ -129,8 +161,14 @@ def drafts_of(metadata: Mapping[str, Any], specs: Mapping[str, TensorSpec], decl
 
 
 def _plain(value: Any) -> Any:
-    """A float32 as the shortest number that is rounded to it: 1e-05."""
+    """A float32 as the shortest number that is rounded to it: 1e-05; an array as a list."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     return float(str(np.float32(value))) if isinstance(value, float) and np.isfinite(value) else value
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) in (int, float) and value == 0
 
 
 def _add_experts(terms: dict[str, Fact], facts: Facts) -> None:
@@ -158,6 +196,8 @@ def _add_fixed(terms: dict[str, Fact], graph: Graph, family: Family) -> None:
     wide = "gelu_pytorch_tanh"  # llama.cpp's GELU is the approximation by tanh
     default("activation", wide if wide in graph.activations else graph.activations[0])
     default("renormalize", True)
+    if "routed_scale" in family.terms:
+        default("routed_scale", 1.0)
     default("score", graph.gating)
     for name, cap in graph.softcaps.items():
         default({"attn_logit_softcapping": "attn_softcap"}.get(name, "logit_softcap"), cap)
@@ -173,12 +213,18 @@ def _add_fixed(terms: dict[str, Fact], graph: Graph, family: Family) -> None:
         terms.pop("window", None)
 
 
-def _add_rope(terms: dict[str, Fact], facts: Facts, graph: Graph, family: Family, factors: np.ndarray | None) -> bool:
-    """Add base, turned part and scaling of the rotary embedding; return whether its scaling is known."""
+def _add_rope(
+    terms: dict[str, Fact], facts: Facts, graph: Graph, family: Family, factors: np.ndarray | None, problems: list[str]
+) -> bool:
+    """Add base, turned part and scaling of the rotary embedding; return whether its scaling is known.
+
+    llama.cpp takes scaling without a type for linear, and turns the whole head of a file that tells no part.
+    """
     if not graph.rotary:
         terms.pop("theta", None)
         return True
-    theta = terms.get("theta", Fact(graph.theta, f"llama.cpp's {graph.name}"))
+    fixed = f"llama.cpp's {graph.name}"
+    theta = terms.get("theta", Fact(_THETA, fixed))
     pair = isinstance(family.theta, list)
     terms["theta"] = Fact([graph.local_theta, theta.value], theta.where) if pair else theta
     turned, head_dim = facts.get("rope.dimension_count"), terms.get("head_dim")
@@ -186,14 +232,19 @@ def _add_rope(terms: dict[str, Fact], facts: Facts, graph: Graph, family: Family
         terms["rope_dim"], head_dim = turned, turned
         if whole := facts.get("attention.key_length_mla"):
             terms["nope_dim"] = Fact(whole.value - turned.value, f"{whole.where} - {turned.where}")
-    share = turned.value / head_dim.value if turned and head_dim else graph.rotary_share
+    if turned and head_dim and (turned.value > head_dim.value or turned.value % 2):
+        problems.append(f"{turned}: must be even, and at most {head_dim}")
+    share = turned.value / head_dim.value if turned and head_dim else 1.0
     if share != 1 or "partial" in family.rope:
-        terms["partial"] = Fact(share, turned.where if turned else f"llama.cpp's {graph.name}")
-    kind = facts.get("rope.scaling.type", Fact("none", ""))
-    found = {} if kind.value == "none" else _scaling(str(kind.value), facts, graph)
+        terms["partial"] = Fact(share, turned.where if turned else fixed)
+    kind = facts.get("rope.scaling.type") or Fact("linear", "rope.scaling.factor")
+    found = {} if kind.value == "none" else _scaling(kind.value, facts, graph)
     if factors is not None:
-        found = _llama3(factors, float(theta.value)) if kind.value == "none" else None
-        kind = Fact("llama3", "rope_freqs.weight")
+        if width := turned or head_dim:
+            problems += _misshaped(factors, width.value // 2)
+        known = found == {} and "llama3" in graph.scalings  # llama.cpp turns by both where there are two
+        found = _llama3(factors, theta.value) if known and not problems else None
+        kind = Fact("llama3", ROPE_FREQS)
     if found:
         terms["scaling"] = Fact(found, kind.where)
     return found is not None
@@ -201,6 +252,8 @@ def _add_rope(terms: dict[str, Fact], facts: Facts, graph: Graph, family: Family
 
 def _scaling(kind: str, facts: Facts, graph: Graph) -> dict[str, Any] | None:
     """The scaling of the keys; None if they do not tell all of it."""
+    if kind == "linear" and ("rope.scaling.factor" not in facts or facts["rope.scaling.factor"].value == 1):
+        return {}
     own = "yarn" in graph.scalings  # llama.cpp's graph multiplies the scores by the square of mscale, and has no other
     names = {"factor": "rope.scaling.factor"}
     if kind == "yarn":
@@ -215,6 +268,15 @@ def _scaling(kind: str, facts: Facts, graph: Graph) -> dict[str, Any] | None:
     if multiplier and own:  # sic: a tenth of it, which llama.cpp's loader multiplies by ten
         found["mscale"] = found["mscale_all_dim"] = _plain(10.0 * multiplier.value)
     return {"rope_type": kind, **found}
+
+
+def _misshaped(factors: np.ndarray, pairs: int) -> list[str]:
+    if factors.dtype != np.float32 or factors.shape != (pairs,):
+        is_ = f"{factors.dtype} {factors.shape}"
+        return [f"{ROPE_FREQS} is {is_}, and should be float32 ({pairs},), a number for each two that turn"]
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        return [f"{ROPE_FREQS}: has numbers that are not finite and above zero"]
+    return []
 
 
 def _llama3(factors: np.ndarray, theta: float) -> dict[str, Any] | None:

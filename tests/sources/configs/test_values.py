@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from bridge.core.errors import SourceError
 from bridge.core.values import TensorSpec
@@ -212,6 +213,16 @@ def test_the_answer_is_no_field_of_config_json() -> None:
         derived = hf_config("x", "megatron", told, specs, {"layernorm_zero_centered_gamma": answer})
         assert derived.terms["centered"] == Fact(answer, "config=: layernorm_zero_centered_gamma")
         assert "layernorm_zero_centered_gamma" not in derived.config
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+def test_transformers_turns_the_part_of_a_head_that_megatron_turns(share: float) -> None:
+    raw = nemo2(FAMILIES["nemotron"])
+    raw["config"]["rotary_percent"] = share
+    told, specs = declared_by_megatron("context/model.yaml", raw), native(FAMILIES["nemotron"])
+    config = hf_config("x", "megatron", told, specs, {"layernorm_zero_centered_gamma": True}).config
+    theirs = transformers.NemotronConfig(**config)
+    assert theirs.rope_parameters["partial_rotary_factor"] == share
 
 
 @pytest.mark.parametrize(
