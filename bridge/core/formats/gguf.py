@@ -26,7 +26,7 @@ ALIGNMENT = 32  # of ggml's readers, unless the key `general.alignment` says oth
 MAX_AXES = 4  # GGML_MAX_DIMS
 MAX_NAME = 63  # GGML_MAX_NAME less the zero byte that ends it
 MAX_HEADER = 512 << 20  # a vocabulary of a million tokens takes 20 MB
-MAX_ITEMS = 1 << 24  # of an array of the header; a vocabulary of a million tokens has as many
+MAX_ITEMS = 1 << 22  # of all arrays of the header together; a vocabulary of a million tokens has as many
 
 # Tensors that follow from the configuration, not from weights.
 COMPUTED = ("rope_freqs.weight",)
@@ -151,6 +151,7 @@ class _Reader:
 
     def __init__(self, file: BinaryIO, where: Path, nbytes: int) -> None:
         self._file, self._where, self._nbytes, self.at = file, where, min(nbytes, MAX_HEADER), 0
+        self._items = 0
 
     def take(self, size: int) -> bytes:
         data = self._file.read(size) if size <= self._nbytes - self.at else b""
@@ -160,7 +161,6 @@ class _Reader:
         return data
 
     def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
-        self._check_count(count)
         return struct.unpack(f"<{count}{code}", self.take(struct.calcsize(f"<{count}{code}")))
 
     def text(self) -> str:
@@ -177,17 +177,16 @@ class _Reader:
         if kind != _ARRAY:
             return self.numbers(self._code(kind))[0]
         kind, count = *self.numbers("I"), *self.numbers("Q")
-        if kind == _STRING:
-            self._check_count(count)
-            return [self.text() for _ in range(count)]
-        return list(self.numbers(self._code(kind), count))
-
-    def _check_count(self, count: int) -> None:
-        if count > min(self._nbytes, MAX_ITEMS):
+        self._items += count
+        if self._items > min(self._nbytes, MAX_ITEMS):
             raise SourceError(
-                f"{self._where}: a list of {count} values in its header, where {MAX_ITEMS} are the most and the file "
-                "may end before; get it again"
+                f"{self._where}: a list of {count} values in its header, where all lists together have at most "
+                f"{MAX_ITEMS} and the file may end before; get it again"
             )
+        if kind == _STRING:
+            return [self.text() for _ in range(count)]
+        dtype = np.dtype(f"<{self._code(kind)}")
+        return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
 
     def _code(self, kind: int) -> str:
         if kind not in _CODES:

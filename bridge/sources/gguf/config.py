@@ -50,8 +50,8 @@ _THETA = 1e4  # llama.cpp's base of a file without one
 NORMALIZED = "expert_weights_norm"
 # Keys of which zero says that the model has none; every other zero is a number like others.
 _NONE_AT_ZERO = (
-    "attention.sliding_window", "attention.q_lora_rank", "expert_count", "expert_used_count", "expert_group_count", "expert_group_used_count",
-    "expert_weights_scale",
+    "attention.sliding_window", "attention.q_lora_rank", "expert_count", "expert_used_count", "expert_group_count",
+    "expert_group_used_count", "expert_weights_scale",
 )  # fmt: skip
 _GATING = {1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers of what makes scores of logits
 _FROM_ZERO = Kind(
@@ -161,9 +161,7 @@ def drafts_of(metadata: Mapping[str, Any], specs: Mapping[str, TensorSpec], decl
 
 
 def _plain(value: Any) -> Any:
-    """A float32 as the shortest number that is rounded to it: 1e-05; an array as a list."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
+    """A float32 as the shortest number that is rounded to it: 1e-05."""
     return float(str(np.float32(value))) if isinstance(value, float) and np.isfinite(value) else value
 
 
@@ -240,10 +238,10 @@ def _add_rope(
     kind = facts.get("rope.scaling.type") or Fact("linear", "rope.scaling.factor")
     found = {} if kind.value == "none" else _scaling(kind.value, facts, graph)
     if factors is not None:
-        if width := turned or head_dim:
-            problems += _misshaped(factors, width.value // 2)
-        known = found == {} and "llama3" in graph.scalings  # llama.cpp turns by both where there are two
-        found = _llama3(factors, theta.value) if known and not problems else None
+        wrong = _misshaped(factors, width.value // 2) if (width := turned or head_dim) else []
+        problems += wrong
+        if not wrong:  # llama.cpp turns by both where there are two
+            found = _llama3(factors, theta.value) if found == {} and "llama3" in graph.scalings else None
         kind = Fact("llama3", ROPE_FREQS)
     if found:
         terms["scaling"] = Fact(found, kind.where)

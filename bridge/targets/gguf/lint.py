@@ -55,5 +55,6 @@ def _tokens(file: GgufFile) -> Iterator[str]:
         if isinstance(values, list) and len(values) != len(tokens):
             yield f"tokenizer.ggml.{key} has {len(values)} entries for {len(tokens)} tokens"
     for key, value in file.metadata.items():
-        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and not 0 <= value < len(tokens):
+        row = type(value) is int and 0 <= value < len(tokens)
+        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and not row:
             yield f"{key} is {value}, beyond the {len(tokens)} tokens"

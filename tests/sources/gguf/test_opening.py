@@ -167,6 +167,27 @@ def test_parts_of_a_split_file_are_one_model(llama: Path, tmp_path: Path) -> Non
     assert "says that it is one of 3 parts" in refusal(tmp_path / "alone.gguf")
 
 
+def test_parts_under_other_names_are_refused(llama: Path, tmp_path: Path) -> None:
+    parts = [rewritten(llama, tmp_path / "model.gguf", shards=3)]
+    parts += [tmp_path / f"model-0000{at}-of-00003.gguf" for at in (2, 3)]
+    for name in ("model-00004-of-00003.gguf", "model-00000-of-00003.gguf", "model-00001-of-00000.gguf"):
+        (tmp_path / name).symlink_to(parts[0])
+        assert "its name says part" in refusal(tmp_path / name)
+        (tmp_path / name).unlink()
+    (tmp_path / "folder.gguf").mkdir()
+    assert open_source(tmp_path).specs
+    moved = parts[1].rename(tmp_path / "moved")
+    parts[2].rename(parts[1])
+    moved.rename(parts[2])
+    assert f"{parts[1]}: is part 3 by its key split.no, and 2 by its name" in refusal(parts[0])
+
+
+@pytest.mark.parametrize("count", ["abc", [1, 2], -1])
+def test_a_count_of_parts_that_is_none_is_refused(count: Any, llama: Path, tmp_path: Path) -> None:
+    file = rewritten(llama, tmp_path / "model.gguf", keys={"split.count": count})
+    assert re.search(r"split.count is .*; it should be a whole number", refusal(file))
+
+
 def test_the_caller_names_the_class_and_its_config(llama: Path) -> None:
     config = open_source(llama, config={"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5}).config
     assert config["rms_norm_eps"] == 1e-5
@@ -257,6 +278,13 @@ def _text(text: str) -> bytes:
         (_begun(b"", version=1), "GGUF version 1; this program reads versions 2 and 3"),
         (_begun(_text("k") + struct.pack("<IIQ", 9, 4, 1 << 60)), "a list of 1152921504606846976 values"),
         (_begun(_text("k") + struct.pack("<IIQ", 9, 8, 1 << 60)), "a list of 1152921504606846976 values"),
+        (
+            _begun(
+                b"".join(_text(f"k{at}") + struct.pack("<IIQ", 9, 0, 1 << 20) + bytes(1 << 20) for at in range(5)),
+                pairs=5,
+            ),
+            "a list of 1048576 values in its header, where all lists together have at most 4194304",
+        ),
         (_begun(_text("k") + struct.pack("<IQ", 8, 1 << 60)), "truncated inside its header"),
         (_begun(_text("k") + struct.pack("<IIQ", 9, 9, 1)), "unknown type 9"),
         (_begun(b"", pairs=1 << 60), "truncated inside its header"),
