@@ -20,7 +20,7 @@ NO_TOKENS = (
     "the model has no tokenizer.json, so the file has no tokens, and llama.cpp's programs end when they load it; "
     "convert with tokenizer= (--tokenizer)"
 )
-OTHERS = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+OTHERS = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json", "tiktoken.model")
 # llama.cpp's converter takes Qwen's tokenizers as they are; "cafe" with a combining accent is 6 tokens there, not 5.
 NFC_NOTE = (
     "llama.cpp does not join letters and their combining marks (NFC), as the tokenizer does: text that has them apart, "
@@ -93,7 +93,9 @@ def _pre_tokenizer(tokenizer: TokenizerFile, result: Description) -> str:
             "cuts text into words in a way that has no name here, so llama.cpp would cut it otherwise "
             f"({', '.join(_kinds(tokenizer.pre_tokenizers)) or 'no pre-tokenizer'}); {KNOWN}"
         )
-    elif tokenizer.ignore_merges and pre != "llama-bpe":
+    elif not tokenizer.ignore_merges:
+        pre = token_rows("merging").get(pre, pre)
+    elif pre not in token_rows("merging"):
         result.refuse(f"takes whole words before merges, which llama.cpp's {pre} does not; use target hf")
     return pre
 

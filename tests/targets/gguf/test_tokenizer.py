@@ -10,11 +10,12 @@ from typing import Any
 
 import gguf
 import pytest
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 import bridge
 from bridge.core.errors import CannotRun, PlanError
 from bridge.core.formats.gguf import GgufFile
+from bridge.tables.llama_cpp import token_rows
 from bridge.targets.gguf.runtime import LlamaCpp
 from bridge.targets.gguf.tokenizer import describe
 from tests import once
@@ -210,6 +211,36 @@ def test_pieces_with_spaces_inside_are_refused_where_text_is_cut_at_spaces() -> 
     content["model"]["merges"].append(["e▁", "t"])
     ((file, why),) = describe({"tokenizer.json": json.dumps(content).encode()}, 400, {}).problems
     assert file == "tokenizer.json" and "has pieces with spaces inside" in why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False])
+def test_words_that_are_tokens_are_taken_whole_as_the_tokenizer_does(whole: bool, source: Path) -> None:
+    """llama.cpp has two names of Llama 3's cuts: one takes "xyz", which no merges make, one does not."""
+    tokenizer = byte_tokenizer()
+    cut = pre_tokenizers.Split(Regex(token_rows("splits")["llama-bpe"]), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, byte_level])
+    content = json.loads(tokenizer.to_str())
+    vocab, merges = content["model"]["vocab"], content["model"]["merges"]
+    last = max(vocab, key=vocab.__getitem__)
+    vocab["xyz"] = vocab.pop(last)
+    merges = [pair for pair in merges if "".join(pair) != last]
+    content["model"] |= {"merges": merges, "ignore_merges": whole}
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    bridge.convert(str(source), target="gguf", out=source.parent / "out", verify=False)
+    engine, theirs = LlamaCpp(source.parent / "out" / "model.gguf"), Tokenizer.from_file(str(source / "tokenizer.json"))
+    assert len(theirs.encode("xyz").ids) == (1 if whole else 3)
+    for text in ("xyz", "the xyz", "don't we'll I'D 1234567", "  two  spaces\n\nand lines\t", "x=[{}];//#!"):
+        assert engine.prompt_tokens(text) == len(theirs.encode(text).ids), text
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "tiktoken.model", "tokenizer.model"])
+def test_a_tokenizer_in_another_file_is_refused_by_its_name(name: str, source: Path) -> None:
+    (source / "tokenizer.json").unlink()
+    (source / name).write_text("aGk= 0\n")
+    with pytest.raises(PlanError, match=rf"\n  {name}: is the tokenizer, and target gguf reads the tokens from"):
+        bridge.plan(str(source), target="gguf")
 
 
 TEMPLATES = [
