@@ -77,7 +77,7 @@ def _graph(file: TableFile, section: str, row: Mapping[str, Any]) -> Graph:
 
 @cache
 def token_rows(section: str) -> Mapping[str, Any]:
-    """A section of `[tokens]`: `required`, `models`, `splits`, `merging`, `normalized` or `same`."""
+    """A section of `[tokens]`: `required`, `models`, `splits`, `merging`, `begins`, `normalized` or `same`."""
     return _table().section(f"tokens.{section}")
 
 

@@ -25,7 +25,6 @@ MAX_PIECE = 256  # characters; SentencePiece's own bound is 16 unless its traine
 SPACE = "▁"
 ASK = "give the tokenizer of the model: tokenizer= (--tokenizer)"
 _WHOLE_WORDS = "llama-bpe"  # llama.cpp takes words that are tokens before it merges
-_WITHOUT_BOS = "glm4"  # cuts as those do, and puts no beginning before a text unless a key says so
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 Part = dict[str, Any]
@@ -77,7 +76,7 @@ def _bytes(where: str, metadata: Mapping[str, Any], tokens: Sequence[str]) -> Pa
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts} if len(parts) > 1 else plain,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": _bpe(pairs, ignore_merges=pre == _WHOLE_WORDS),
-        "adds_bos": pre == _WHOLE_WORDS and given != _WITHOUT_BOS,
+        "adds_bos": given in token_rows("begins"),
     }
 
 
