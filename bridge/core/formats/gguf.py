@@ -215,7 +215,7 @@ class GgufFile:
                 self.metadata[key] = reader.value()
             infos = [self._info(reader) for _ in range(tensors)]
         align = self.metadata.get("general.alignment", ALIGNMENT)
-        if not isinstance(align, int) or align < 1:
+        if type(align) is not int or align < 1:
             raise SourceError(f"{path}: general.alignment is {align!r}")
         start = -(-reader.at // align) * align
         self.specs: Mapping[str, TensorSpec] = {spec.name: spec for spec, _ in infos}
