@@ -91,7 +91,7 @@ def _archive(path: Path) -> Folder:
     outside: list[str] = []
     for member in members:
         name = below(member.name)
-        if not name:
+        if not name or (name == "." and not member.isdir()):
             outside.append(member.name[:200])
         elif why := _unsafe(member):
             skipped[name] = why

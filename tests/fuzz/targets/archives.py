@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import posixpath
 import tarfile
 from pathlib import Path
 from typing import Any, Literal
@@ -132,7 +133,7 @@ def read(root: Path) -> dict[str, bytes]:
 
 def agree(root: Path, found: dict[str, Any]) -> None:
     with tarfile.open(root / FILE, "r:") as tar:
-        regular = {member.name.removeprefix("./"): member for member in tar if member.isreg() and not member.issparse()}
+        regular = {posixpath.normpath(m.name): m for m in tar if m.isreg() and not m.issparse()}
         assert set(found) == set(regular)
         for name, member in regular.items():
             file = tar.extractfile(member)
