@@ -15,7 +15,7 @@ from bridge.core.values import Structure, main_dtype
 from bridge.planning.contract_files import load_runtime, runtimes
 from bridge.planning.contracts import FUSED, Contract, Runtime, flag, verdict
 from bridge.planning.make import PlanInputs, check_weights, incompatibilities, make_plan
-from bridge.planning.memory import stream_memory
+from bridge.planning.memory import process_memory, stream_memory
 from bridge.planning.passthrough import passthrough_scheme
 from bridge.planning.plan import Plan
 from bridge.planning.registries import leave_plain
@@ -24,6 +24,7 @@ from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.group_size import with_dividing_blocks
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.configs.positions import vocabulary_size
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.targets import load_target, make_options, program_of, target_names
@@ -197,8 +198,14 @@ def _checked(plan: Plan, inputs: PlanInputs) -> Plan:
         plan = replace(plan, notes=(*plan.notes, inputs.source.note))
         _check_kept(inputs.source, plan)
     load_target(plan.target).file_metadata(plan, inputs.source)
-    if inputs.scheme is None or not inputs.scheme.needs_calibration:
+    calibrates = inputs.scheme is not None and inputs.scheme.needs_calibration
+    if inputs.source.can_run and (calibrates or load_target(plan.target).runs):
+        weights = 2 * sum(spec.nbytes for spec in inputs.source.specs.values())  # as stored, and the runtime's copy
+        running = process_memory(weights, vocabulary_size(inputs.source.config) or 0)
+        plan = replace(plan, running=running)
+    if not calibrates:
         return plan
+    assert inputs.scheme
     return replace(plan, calibration=need_of(inputs.source, inputs.structure, inputs.scheme).line())
 
 

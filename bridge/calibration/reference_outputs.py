@@ -12,6 +12,7 @@ import numpy as np
 
 from bridge.calibration.data import Data
 from bridge.core.errors import CalibrationError, VerifyError
+from bridge.core.machine import returning_pages
 from bridge.quant.calibration import HeldOut
 from bridge.sources.configs.diffusion import FLOAT32, is_diffusion_model, nested
 from bridge.sources.source import Source
@@ -33,6 +34,7 @@ def answer(source: Source, data: Data) -> HeldOut:
     return answer_of(source.load_model(), data)
 
 
+@returning_pages()
 def answer_of(model: Any, data: Data) -> HeldOut:
     """The same of a model that is loaded; `data` has held-out inputs."""
     run = runner(model)
@@ -46,6 +48,7 @@ def answer_of(model: Any, data: Data) -> HeldOut:
     return held_out_of(data.held_out, Answers(data.held_out, model).take_all(step), None)
 
 
+@returning_pages()
 def answer_again(source: Source, held: HeldOut) -> HeldOut:
     """Run the same inputs with `source` again; ModelOpt's outputs stay those of the calibration."""
     import torch

@@ -214,6 +214,8 @@ class Plan(Displayed):
     """Entries of the source's `quantization_config` that are written as they are, with the codes that they are of."""
     calibration: str = ""
     """What a calibration takes of memory, as a sentence; "" if the scheme needs none."""
+    running: int = 0
+    """Peak bytes of memory of a conversion that runs the model, to calibrate or to compare outputs; 0 if none does."""
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -242,9 +244,9 @@ class Plan(Displayed):
         """sha256 of everything that decides the written bytes; equal plans on equal inputs write equal files.
 
         The address of the source and its dialect do not: reading a remote source takes more memory. Nor do `cuts` and
-        `program` and `calibration`.
+        `program`, `calibration` and `running`.
         """
-        without = ("cuts", "program", "calibration")
+        without = ("cuts", "program", "calibration", "running")
         decides = {name: value for name, value in vars(self).items() if name not in without}
         decides |= {"memory": 0, "dialect": ""}
         if not self.carried:  # nor does that there are none
@@ -255,11 +257,12 @@ class Plan(Displayed):
         """What is converted to what; counts and bytes; memory."""
         source = sum(spec.nbytes for spec in self.sources.values())
         sites = sum(1 for step in self.steps if step.site)
+        run = f", {size(self.running)} where the model is run" if self.running else ""
         return [
             f"{self.architecture} -> {self.target}, scheme {self.scheme}, plan {self.digest[:12]}",
             f"{len(self.sources):,} source tensors, {size(source)} -> {len(self.outputs):,} tensors, "
             f"{size(self.disk)} on disk",
-            f"{len(self.quantized):,} of {sites:,} matrices quantized; peak memory {size(self.memory)}",
+            f"{len(self.quantized):,} of {sites:,} matrices quantized; peak memory {size(self.memory)}{run}",
             *([self.calibration] if self.calibration else []),
         ]
 

@@ -30,12 +30,21 @@ def as_given(entries: Mapping[str, Any]) -> str:
 
 def settle_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
     """Return `changed_config`; SourceError for values that no class takes, and for given entries that none reads."""
-    from bridge.tables.architectures.arch import load_arch
-    from bridge.tables.architectures.meaning import impossible, not_read
-
     given, stated = _given(given), config or {}
     config = changed_config(config, given)
     of = "config.json" if given is None else "the config, with what config= (--config) gives"
+    check_config(config, given, stated, of)
+    return config
+
+
+def check_config(config: dict[str, Any], given: Any, stated: Mapping[str, Any], of: str) -> None:
+    """SourceError for values of a config that no class takes, and for `given` entries that none reads.
+
+    `stated`: the entries without the given ones, which may be anything. `of`: what the config is, in words.
+    """
+    from bridge.tables.architectures.arch import load_arch
+    from bridge.tables.architectures.meaning import impossible, not_read
+
     if wrong := list(_impossible(config)):
         raise SourceError(f"{of}: {', '.join(wrong)}: sizes are numbers from 0 on, and nothing is NaN; correct it")
     architecture = config["architectures"][0]
@@ -45,7 +54,6 @@ def settle_config(config: dict[str, Any] | None, given: Any) -> dict[str, Any]:
     whole = not isinstance(given, Mapping) or {"architectures", "model_type"} <= given.keys()
     if not whole and (wrong := list(not_read(given, stated, architecture))):
         raise SourceError(f"config= (--config): {'; '.join(wrong)}; correct the name, or leave it out")
-    return config
 
 
 def _given(given: Any) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from bridge.calibration.reference_outputs import answer_again, mean_perplexity, next_token_loss
 from bridge.core.dtypes import UNIT
 from bridge.core.errors import CannotRun
+from bridge.core.machine import returning_pages
 from bridge.core.progress import Progress, no_progress
 from bridge.planning.plan import Plan, Step
 from bridge.quant.calibration import HeldOut
@@ -65,6 +66,7 @@ def _other_scales(step: Step) -> bool:
     return bool(step.feeds or step.coding.bound or averaged or (fused and step.format.weight[0].per == "tensor"))
 
 
+@returning_pages()
 def output_parity(
     runtime: Runnable,
     references: HeldOut,
@@ -96,6 +98,7 @@ def output_parity(
             answers.append(first.reshape(-1, first.shape[-1])[references.rows][:, references.columns])
         if references.source_perplexity is not None:
             losses.append(next_token_loss(first, batch))
+        del out, first  # before the next ones are made
         progress(at + 1, len(references.inputs), "run in ONNX Runtime")
     if runtime.outputs[0] == LOG_PROBABILITIES:
         answers = [_centered(answers[0])]

@@ -18,6 +18,7 @@ from bridge.core.output.names import CALIBRATION
 from bridge.core.progress import Progress
 from bridge.core.remote.path import remote
 from bridge.core.text import layer_of
+from bridge.planning.memory import RUN_BYTES_PER_VALUE
 from bridge.planning.plan import PASSTHROUGH, Plan
 from bridge.quant.calibration import Calibration, HeldOut
 from bridge.sources.checkpoint import as_stored
@@ -38,8 +39,6 @@ from bridge.verification.tensors import tensor_parity
 if TYPE_CHECKING:
     from bridge.sources.pruned.source import PrunedSource
 
-# Values held at once when a model runs: its weights in float32, and the runtime's own copy.
-RUN_BYTES_PER_VALUE = 8
 POSITIONS = 64  # a wrong RoPE permutation shows only after some twenty
 # Of a pruned model, a layer: rounding in float32, in another order of sums, adds up over layers. Cuts of tiny models
 # of all families, of 2 to 5 layers, differ by 1e-6 at most, two channels exchanged by 2e-2.

@@ -71,6 +71,15 @@ def test_held_out_rows_are_other_rows(tmp_path: Path) -> None:
     assert not used & set(held)
 
 
+def test_held_out_batches_of_a_large_vocabulary_give_few_logits(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    few, many = (made(tmp_path / "a.txt", Stub(Letters(), vocab_size=n), sequence=80) for n in (64, 1 << 18))
+    assert [len(batch["input_ids"]) for batch in few.held_out] == [4]
+    assert [len(batch["input_ids"]) for batch in many.held_out] == [3, 1]  # of 84 MB each, in 268 MB
+    assert torch.equal(torch.cat([batch["input_ids"] for batch in many.held_out]), few.held_out[0]["input_ids"])
+    assert torch.equal(rows(many), rows(few))
+
+
 def test_the_embedded_text_is_enough_for_the_defaults() -> None:
     data = made(None)
     assert data.samples == 32 and data.sequence == 96  # the model's positions

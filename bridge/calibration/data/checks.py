@@ -12,7 +12,7 @@ from typing import Any
 from bridge.calibration.data.values import Data
 from bridge.core.errors import CalibrationError
 from bridge.sources.configs.diffusion import PLACES
-from bridge.sources.configs.positions import positions
+from bridge.sources.configs.positions import positions, vocabulary_size
 from bridge.sources.source import Source
 
 
@@ -20,7 +20,7 @@ def checked(
     batches: tuple[dict[str, Any], ...], held_out: tuple[dict[str, Any], ...], source: Source, where: str
 ) -> Data:
     """Return the batches as data; CalibrationError if the model cannot read them. `where`: what they are."""
-    vocabulary, longest = number_in(source.config, "vocab_size"), positions(source.config)
+    vocabulary, longest = vocabulary_size(source.config), positions(source.config)
     for batch in (*batches, *held_out):
         for name, tensor in batch.items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -51,13 +51,6 @@ def size(batch: Mapping[str, Any]) -> int:
 def some_rows(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
     """Some rows of a batch, whole where a denoiser's positions are the same for all."""
     return {name: tensor if name in PLACES else tensor[rows] for name, tensor in batch.items()}
-
-
-def number_in(config: Mapping[str, Any], key: str) -> int | None:
-    """Return a number of a config, or of that of its text model."""
-    text = config.get("text_config")
-    value = config.get(key) or (text.get(key) if isinstance(text, Mapping) else None)
-    return value if type(value) is int else None
 
 
 def digest_of(batches: Iterable[Mapping[str, Any]]) -> str:

@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from bridge.calibration.data.checks import checked, code_digest, number_in, size, some_rows
+from bridge.calibration.data.checks import checked, code_digest, size, some_rows
 from bridge.calibration.data.documents import documents
 from bridge.calibration.data.rows import rows_of
 from bridge.calibration.data.values import AUTO, DEFAULT, HELD_OUT, MOST_SAMPLES, PROMPTED, Data, Sampling
 from bridge.core.errors import BridgeError, CalibrationError, UsageError
 from bridge.core.text import number
 from bridge.sources.configs.diffusion import is_diffusion
+from bridge.sources.configs.positions import vocabulary_size
 from bridge.sources.source import Source
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _automatic(data: Any, source: Source, sampling: Sampling) -> Data:
 
 
 def _default(source: Source, sampling: Sampling) -> Data:
-    if number_in(source.config, "vocab_size") is None:
+    if vocabulary_size(source.config) is None:
         why = "this model reads no text, so the embedded default text cannot calibrate it"
         hint = (
             'give batches of real inputs in Python, for images data=[{"pixel_values": tensor}, ...], or a saved --calib'

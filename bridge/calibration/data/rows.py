@@ -15,7 +15,8 @@ from bridge.calibration.data.checks import checked
 from bridge.calibration.data.values import BATCH, HELD_OUT, SEQUENCE, Data, Sampling
 from bridge.core.errors import CalibrationError
 from bridge.core.text import number
-from bridge.sources.configs.positions import positions
+from bridge.quant.calibration import LOGITS
+from bridge.sources.configs.positions import positions, vocabulary_size
 from bridge.sources.source import Source
 
 
@@ -55,14 +56,15 @@ def rows_of(texts: Sequence[str], source: Source, where: str, sampling: Sampling
         "were wanted: give more text, or a smaller samples= (--samples) or sequence= (--sequence)"
     )
 
-    def batches(some: list[list[int]]) -> tuple[dict[str, Any], ...]:
-        parts = (torch.tensor(some[at : at + BATCH], dtype=torch.int64) for at in range(0, len(some), BATCH))
+    def batches(some: list[list[int]], most: int) -> tuple[dict[str, Any], ...]:
+        parts = (torch.tensor(some[at : at + most], dtype=torch.int64) for at in range(0, len(some), most))
         return tuple(
             {"input_ids": ids, "attention_mask": torch.ones_like(ids), **decoder_inputs(ids, source.config)}
             for ids in parts
         )
 
-    data = checked(batches(kept), batches(out), source, where)
+    logits = 4 * length * (vocabulary_size(source.config) or 1)  # bytes of a row
+    data = checked(batches(kept, BATCH), batches(out, max(1, min(BATCH, LOGITS // logits))), source, where)
     return replace(data, warnings=(fewer,)) if have < wanted else data
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from bridge.core.errors import SourceError
 from bridge.core.text import number
 from bridge.core.values import TensorSpec
-from bridge.sources.config_json import changed_config
+from bridge.sources.config_json import changed_config, check_config
 from bridge.sources.configs.extents import layout_of, measure, solve
 from bridge.sources.configs.facts import PLAIN, TERMS, Fact, Facts, Given, mistyped, shown
 from bridge.sources.configs.families import Family, choose, family_of, fields_of, incompatibilities
@@ -103,7 +103,11 @@ def hf_config(
         asks["rope_parameters"] = TERMS["scaling"].format()
     if problems or asks:
         raise _error(where, problems, asks)
-    return Derived(changed_config(_config(family, terms, specs, entries), entries or None), terms)
+    stated = _config(family, terms, specs, entries)
+    config = changed_config(stated, entries or None)
+    stated |= {name: entries[name] for name in entries.from_checkpoint & entries.keys()}
+    check_config(config, entries, stated, f"{where}: the config")
+    return Derived(config, terms)
 
 
 def _entries(given: Any) -> Given:

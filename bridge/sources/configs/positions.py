@@ -13,6 +13,13 @@ def positions(config: Mapping[str, Any]) -> int | None:
     return encoder_length(config) if config.get("is_encoder_decoder") else context_length(config)
 
 
+def vocabulary_size(config: Mapping[str, Any]) -> int | None:
+    """The tokens of a model, or of its text model; None if its config does not say."""
+    text = config.get("text_config")
+    value = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, Mapping) else None)
+    return value if type(value) is int else None
+
+
 def context_length(config: Mapping[str, Any]) -> int | None:
     """The positions that a model, or the part of it that writes text, was made for; None if its config does not say."""
     names = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "n_positions")

@@ -23,6 +23,7 @@ from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.configs.positions import vocabulary_size
 from bridge.sources.live_models.loading import model_class
 from bridge.sources.source import Source
 from bridge.verification.simulated.codes import check_codes
@@ -107,9 +108,7 @@ class Job:
 
 def vocabulary_of(source: Source) -> int:
     """The number of ids that a model predicts."""
-    text = source.config.get("text_config")
-    found = source.config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, Mapping) else None)
-    if type(found) is not int:
+    if (found := vocabulary_size(source.config)) is None:
         raise TrainingError(f"{source.where}: its config names no vocab_size, and only models of text are distilled")
     return found
 

@@ -18,6 +18,7 @@ from bridge.core.errors import CalibrationError, UsageError, warn
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.text import nearest, number
+from bridge.planning.memory import RUN_BYTES_PER_VALUE
 from bridge.planning.structure import structure_of
 from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.report import Report
@@ -183,8 +184,6 @@ def check_data(source: Source, data: Any, sampling: Sampling) -> None:
 
 def run_memory(source: Source) -> int:
     """Bytes that a model takes when it runs."""
-    from bridge.verification.verify import RUN_BYTES_PER_VALUE  # loads the codecs
-
     return RUN_BYTES_PER_VALUE * sum(spec.size for spec in source.specs.values())
 
 

@@ -329,6 +329,17 @@ def test_entries_under_older_and_newer_names_are_the_same_entries() -> None:
         hf_config("x", "megatron", told(None, "qwen3-moe"), specs, {"num_local_experts": 6})
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rms_norm_epss": 1e-5}, "config= (--config): rms_norm_epss is no field of LlamaForCausalLM's config"),
+        ({"hidden_act": "sillu"}, "nearest: silu"),
+    ],
+)
+def test_given_entries_that_no_class_reads_or_takes_are_refused(given: dict[str, Any], message: str) -> None:
+    assert message in refusal(given=given)
+
+
 def test_a_directory_a_file_and_an_object_serve_as_config(tmp_path: Path) -> None:
     plain = hf_config("x", "megatron", told(), native_shapes.megatron()).config
     object_ = transformers.LlamaConfig(**{name: value for name, value in plain.items() if name != "model_type"})

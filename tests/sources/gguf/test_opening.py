@@ -192,6 +192,7 @@ def test_the_caller_names_the_class_and_its_config(llama: Path) -> None:
     config = open_source(llama, config={"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5}).config
     assert config["rms_norm_eps"] == 1e-5
     assert "llama is LlamaForCausalLM or MistralForCausalLM" in refusal(llama, config={"architectures": ["Bert"]})
+    assert "rms_norm_epss is no field of LlamaForCausalLM's config" in refusal(llama, config={"rms_norm_epss": 1e-5})
 
 
 @pytest.mark.parametrize(

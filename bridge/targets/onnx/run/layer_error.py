@@ -59,7 +59,7 @@ def _of_graph(
         group = modules[first : first + GROUP]
         # a matrix may read an input of the model: the cross attention of a UNet
         taps = dict.fromkeys(name for module in group for name in at_work[module][:2] if name not in feeds)
-        values = {**feeds, **Runtime(path, taps=list(taps)).run(feeds)}
+        values = {**feeds, **Runtime(path, taps=list(taps), outputs=False).run(feeds)}
         for module in group:
             x, y, bias = at_work[module]
             errors[module] = _layer_error(steps[module], source, plan, values[x], values[y], bias)

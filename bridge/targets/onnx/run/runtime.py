@@ -20,6 +20,7 @@ from bridge.targets.generation import Chooser, Settings
 PAST, PRESENT = "past_key_values.", "present."
 WRITE_INDICES = "write_indices"  # input of decoders whose caches are buffers: the place of each row's first new token
 TRT = "trt"  # TensorRT's own domain: FP4 and MXFP8 activations, E8M0 scales
+MOVE = ("Gather", "Transpose")  # ops that move values of every dtype
 FEEDS = {"tensor(int64)": "int64", "tensor(float)": "float32", "tensor(int32)": "int32", "tensor(bool)": "bool"}
 
 
@@ -30,11 +31,14 @@ class Runtime:
     (1, 11)
     """
 
-    def __init__(self, path: str | Path, *, taps: Sequence[str] = ()) -> None:
-        """Load `model.onnx` of a directory, or an .onnx file; `taps`: inner values to return as well."""
+    def __init__(self, path: str | Path, *, taps: Sequence[str] = (), outputs: bool = True) -> None:
+        """Load `model.onnx` of a directory, or an .onnx file.
+
+        `taps`: inner values to return as well, or instead of the model's `outputs`, which are not computed then.
+        """
         file = Path(path)
         file = file / "model.onnx" if file.is_dir() else file
-        self.session, self.substitute = open_session(file, taps)
+        self.session, self.substitute = open_session(file, taps, outputs=outputs)
         self.inputs = {i.name: i for i in self.session.get_inputs()}
         self.outputs = [o.name for o in self.session.get_outputs()]
 
@@ -119,10 +123,13 @@ def empty_extents(axes: Sequence[str | int], batch: int) -> tuple[int, ...]:
     return (batch, *(axis if isinstance(axis, int) else 0 for axis in axes[1:]))
 
 
-def open_session(file: Path, taps: Sequence[str] = (), *, optimize: bool = False) -> tuple[Any, str]:
+def open_session(
+    file: Path, taps: Sequence[str] = (), *, outputs: bool = True, optimize: bool = False
+) -> tuple[Any, str]:
     """Open an .onnx file, or a float32 copy of it; also return why it is a copy ("" if it is the file).
 
     `optimize`: with ONNX Runtime's default optimizations, but activations stay unquantized if the file has them so.
+    Otherwise memory is given back after each run, for large vocabularies: gigabytes lay there while others ran.
     """
     try:
         import onnxruntime
@@ -133,8 +140,9 @@ def open_session(file: Path, taps: Sequence[str] = (), *, optimize: bool = False
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     else:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.enable_cpu_mem_arena = False
     options.log_severity_level = 3
-    model, substitute = _runnable(file, taps, ("BFLOAT16",) if optimize else ("BFLOAT16", "FLOAT16"))
+    model, substitute = _runnable(file, taps, outputs, ("BFLOAT16",) if optimize else ("BFLOAT16", "FLOAT16"))
     if model is not None:
         folder = "session.model_external_initializers_file_folder_path"
         options.add_session_config_entry(folder, str(file.parent))
@@ -157,12 +165,13 @@ def _positions(
     return np.take_along_axis(positions, places[:, None] + np.arange(length), axis=1).astype(np.int64)
 
 
-def _runnable(file: Path, taps: Sequence[str], halves: Sequence[str]) -> tuple[bytes | None, str]:
+def _runnable(file: Path, taps: Sequence[str], outputs: bool, halves: Sequence[str]) -> tuple[bytes | None, str]:
     """The bytes to load instead of the file and why; (None, "") if the file itself runs.
 
-    `halves`: dtypes whose graphs are widened.
+    `outputs`: whether the model's own remain. `halves`: dtypes whose graphs are widened.
     """
     import onnx_ir as ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
 
     try:
         model = ir.load(file)
@@ -174,8 +183,10 @@ def _runnable(file: Path, taps: Sequence[str], halves: Sequence[str]) -> tuple[b
     if reason:
         _to_float32(model)
     values = {v.name: v for node in model.graph for v in node.outputs}
-    for name in taps:
-        model.graph.outputs.append(values[name])
+    if taps and not outputs:
+        model.graph.outputs.clear()
+    model.graph.outputs.extend(values[name] for name in taps)
+    RemoveUnusedNodesPass()(model)
     return ir.to_proto(model).SerializeToString(), reason
 
 
@@ -195,9 +206,7 @@ def _to_float32(model: Any) -> None:
     import onnx_ir as ir
 
     half = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
-    for value in list(model.graph.initializers.values()):
-        if value.dtype in half:
-            _widen(model, value)
+    moved = [moved for v in list(model.graph.initializers.values()) if v.dtype in half for moved in _widen(model, v)]
     for node in list(model.graph):
         for key in ("to", "output_dtype", "dtype"):
             attribute = node.attributes.get(key)
@@ -211,20 +220,37 @@ def _to_float32(model: Any) -> None:
         if node.op_type == "DequantizeLinear" and node.inputs[0].dtype == ir.DataType.FLOAT4E2M1:
             _unpack_fp4(model, node)
     for value in [*model.graph.inputs, *(v for node in model.graph for v in node.outputs)]:
-        if value.dtype in half:
+        if value.dtype in half and value not in moved:
             value.dtype = ir.DataType.FLOAT
 
 
-def _widen(model: Any, value: Any) -> None:
-    """Read a half initializer through a Cast, so that no second copy of the weights is needed."""
+def _widen(model: Any, value: Any) -> list[Any]:
+    """Read a half initializer through a Cast, so that no second copy of the weights is needed.
+
+    What only moves its values comes before the Cast: a large vocabulary is not copied whole for a few tokens. Returned
+    are the outputs of such nodes, which stay half.
+    """
     import onnx_ir as ir
 
+    def widened(half: Any) -> tuple[Any, Any]:
+        output = ir.val(f"{half.name}/float32", ir.DataType.FLOAT, half.shape)
+        return output, ir.node("Cast", [half], {"to": int(ir.DataType.FLOAT)}, outputs=[output])
+
     uses = tuple(value.uses())
-    output = ir.val(f"{value.name}/float32", ir.DataType.FLOAT, value.shape)
-    cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}, outputs=[output])
-    model.graph.insert_before(model.graph[0], cast)
-    for node, at in uses:
-        node.replace_input_with(at, output)
+    moved = [node.outputs[0] for node, at in uses if at == 0 and node.op_type in MOVE]
+    moved = [half for half in moved if not half.is_graph_output()]
+    for half in moved:
+        output, cast = widened(half)
+        ir.convenience.replace_all_uses_with(half, output)
+        model.graph.insert_after(half.producer(), cast)
+        cast.replace_input_with(0, half)
+    others = [(node, at) for node, at in uses if node.outputs[0] not in moved]
+    if others:
+        output, cast = widened(value)
+        model.graph.insert_before(model.graph[0], cast)
+        for node, at in others:
+            node.replace_input_with(at, output)
+    return moved
 
 
 def _unpack_fp4(model: Any, node: Any) -> None:

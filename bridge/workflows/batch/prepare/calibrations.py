@@ -21,9 +21,10 @@ from bridge.core.output.names import CALIBRATION
 from bridge.core.output.temporary import write_whole
 from bridge.core.remote.opening import written_at
 from bridge.core.remote.upload import staging_path
+from bridge.planning.memory import RUN_BYTES_PER_VALUE, process_memory
 from bridge.workflows.batch.manifest.keys import short_name
 from bridge.workflows.batch.prepare.outputs import file_digest
-from bridge.workflows.batch.prepare.plan import PlannedRow, model_memory
+from bridge.workflows.batch.prepare.plan import PlannedRow
 from bridge.workflows.batch.values import FAILED, FOR_CALIBRATION, Job, Outcome
 
 LOCK = "lock"  # in the folder of a batch, beside its calibrations
@@ -90,7 +91,7 @@ def make_jobs(pending: Sequence[PlannedRow], folder: Path, memory: int | None) -
             if not file.exists() and one.key not in jobs:
                 kv = f", kv {row.kv}" if row.kv else ""
                 name = f"calibration of {short_name(row.model)} for {short_name(row.quant)}{kv}"
-                need = min(model_memory(one.values), most)
+                need = min(process_memory(one.values * RUN_BYTES_PER_VALUE), most)
                 timeout = _longest([other.row.timeout for other in pending if other.key == one.key])
                 jobs[one.key] = Job(_unique(name, jobs), row, need, one.work, calibrates=str(file), timeout=timeout)
             after = (jobs[one.key].name,) if one.key in jobs else ()

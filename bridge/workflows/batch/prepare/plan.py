@@ -15,18 +15,14 @@ from bridge.core.errors import BridgeError, CalibrationError, SourceError, Usage
 from bridge.core.parsing.problems import Problems
 from bridge.core.remote.upload import check_out, staging_path
 from bridge.core.version import versions
+from bridge.planning.memory import FRAMEWORKS, FRESH, RUN_BYTES_PER_VALUE, process_memory
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.targets import load_target
-from bridge.verification.verify import RUN_BYTES_PER_VALUE
 from bridge.workflows.batch.job import failure, outcome_of_chain, request_of, sampling_of
 from bridge.workflows.batch.values import FOR_CALIBRATION, Engine, Outcome, Row
 
-# Measured with tiny-llama: a process that streams to `hf` takes 0.2 GB, one that calibrates 0.87 GB, one that also
-# exports and runs 0.98 GB. Weights come on top.
-FRESH = 250 << 20
-FRAMEWORKS = 800 << 20  # torch, transformers and ModelOpt
 DIGESTED = 16 << 20  # first bytes of a file that its digest covers; calibration reads less of a text
 
 
@@ -163,7 +159,7 @@ def _plan(row: Row, opened: _Opened, engine: Engine) -> PlannedRow:
         row=row,
         digest=resolved.plan.digest,
         fingerprint=source.fingerprint,
-        memory=max(stream, model_memory(values) if runs else 0),
+        memory=max(stream, process_memory(values * RUN_BYTES_PER_VALUE) if runs else 0),
         least=max(stream, FRESH + FRAMEWORKS + stored if resolved.uncalibrated else 0),
         disk=resolved.disk,
         bytes=resolved.plan.disk,
@@ -211,11 +207,6 @@ def _staging_path(row: Row, engine: Engine) -> Path:
             )
         check_out(row.out)
     return staging_path(row.out)
-
-
-def model_memory(values: int) -> int:
-    """Bytes of a process that runs or calibrates a model of so many values; measured: 5.5 per value in bf16."""
-    return FRESH + FRAMEWORKS + values * RUN_BYTES_PER_VALUE
 
 
 def _key(row: Row, resolved: ResolvedRequest) -> str:

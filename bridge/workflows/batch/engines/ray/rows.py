@@ -23,6 +23,7 @@ from bridge.core.errors import BridgeError, SourceError, UsageError, WriteError
 from bridge.core.machine import keep_pages
 from bridge.core.output.directory import Work
 from bridge.core.version import __version__
+from bridge.planning.memory import FRESH
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme
@@ -35,7 +36,6 @@ from bridge.workflows.batch.engines.ray.calls import Calls
 from bridge.workflows.batch.engines.worker import forget_peak, release_memory, use_cores
 from bridge.workflows.batch.job import run_job
 from bridge.workflows.batch.manifest.keys import redacted
-from bridge.workflows.batch.prepare.plan import FRESH
 from bridge.workflows.batch.values import Event, Job, Outcome, Row
 
 HEADERS = 64 << 20  # bytes of a plan with 100,000 tensors and of the layout of its files
