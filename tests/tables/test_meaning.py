@@ -209,14 +209,23 @@ def test_a_linear_scaling_by_one_is_none() -> None:
         ({"rms_norm_eps": [1e-5]}, "rms_norm_eps is .*; it should be a number, as 1e-06 is"),
         ({"hidden_act": 3}, "hidden_act is 3; it should be a word, as 'silu' is"),
         ({"hidden_act": "gulu"}, "nearest: gelu"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
+            "rope_scaling has the factor '2'; it should be a number",
+        ),
         ({"rope_scaling": {"type": "liner"}}, "rope_scaling has the rope_type 'liner'; known: .*; nearest: linear"),
     ],
 )
 def test_a_value_that_its_class_does_not_take_is_told(entries: dict[str, Any], says: str) -> None:
     (text,) = impossible(table("LlamaForCausalLM"), entries, "LlamaForCausalLM")
     assert re.search(says, text)
-    with pytest.raises(Exception, match=r"(?i)validation|hidden_act|gulu|liner"):
+    with pytest.raises(Exception, match=r"(?i)validation|hidden_act|gulu|liner|'str'"):
         LlamaModel(config_class("LlamaForCausalLM")(**entries, num_hidden_layers=1))
+
+
+def test_an_epsilon_below_zero_is_told() -> None:
+    (text,) = impossible(table("LlamaForCausalLM"), {"rms_norm_eps": -1}, "LlamaForCausalLM")
+    assert text == "rms_norm_eps is -1; it should be 0 or above"
 
 
 def test_a_given_entry_that_no_code_reads_is_told_with_a_name_that_is_near() -> None:

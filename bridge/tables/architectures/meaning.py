@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from bridge.core.mappings import TableFile, mappings, read_table
 from bridge.core.text import described, near, nearest
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
 PARTIAL = "partial_rotary_factor"
-ACTIVATION = "the activation of the MLP"  # in [meaning] of mappings/config.toml
+ACTIVATION, EPSILON = "the activation of the MLP", "what norms add to the variance"  # [meaning] of mappings/config.toml
 _FIELD = re.compile(
     r"(?m)^ +(?:self\.)?[\"']?([a-z]\w*)[\"']?(?: ?=|: )"
 )  # of a class, of its arguments or its aliases
@@ -147,6 +147,8 @@ def impossible(table: ArchTable, config: Mapping[str, Any], architecture: str) -
         known = {"true or false": int, "a word": str, "a number": int | float}[kind]
         if not isinstance(value, known) or (kind == "a number" and isinstance(value, bool)):
             yield f"{name} is {described(value)}; it should be {kind}, as {_shown(default)} is"
+        elif _is_number(value) and shared().section("meaning").get(name) == EPSILON and value < 0:
+            yield f"{name} is {value}; it should be 0 or above"
     words = shared().section("words")
     given = {name: config.get(name) for name, what in shared().section("meaning").items() if what == ACTIVATION}
     for name, value in given.items():
@@ -160,6 +162,13 @@ def impossible(table: ArchTable, config: Mapping[str, Any], architecture: str) -
             kind = part.get("rope_type", part.get("type", "default"))
             if kind not in words["rope_types"]:
                 yield f"{name} has the rope_type {described(kind)}; {nearest(str(kind), words['rope_types'])}"
+            for key in words["rope_numbers"]:
+                if (number := part.get(key)) is not None and not _is_number(number):
+                    yield f"{name} has the {key} {described(number)}; it should be a number"
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _takes_list(name: str, architecture: str) -> bool:
