@@ -103,7 +103,7 @@ def run(request: Request, options: RunOptions) -> Report:
             decisions = _decide(resolved, recipe, options.runs, clock)
             request.progress(1, 1, "plan")
         if outgoing:
-            outgoing.reserve(_text_of(source.side_files.get(CARD)))
+            outgoing.reserve(source.side_files.get(CARD))
         kept = outgoing.kept(decisions.identity, request.verify) if outgoing and request.resume else None
         if kept:
             _announce_calibration(workers, False)
@@ -126,11 +126,6 @@ def _local_output(request: Request) -> Iterator[tuple[Request, Staged | None]]:
     with sending(str(request.out), request.overwrite, request.progress) as outgoing:
         # overwrite: an earlier run may have left an output here that was not uploaded
         yield replace(request, out=outgoing.local, overwrite=True), outgoing
-
-
-def _text_of(file: Path | bytes | None) -> str:
-    data = file.read_bytes() if isinstance(file, Path) else file or b""
-    return data.decode("utf-8", "replace")
 
 
 def calibrate(job: CalibrationJob) -> Calibration:

@@ -90,10 +90,11 @@ class HubOutgoing(Staged):
         self._check_rights(there is not None)
         self._head = there.head if there else ""
 
-    def reserve(self, card: str) -> None:
+    def reserve(self, card: Path | bytes | None) -> None:
         """Make the repository, and let the hub read the metadata of the source's model card: it may refuse either."""
-        if card.startswith("---"):
-            self._check_card(card)
+        content = card if isinstance(card, bytes) or card is None else card.read_bytes()
+        if content and content.startswith(b"---"):
+            self._check_card(content.decode("utf-8", "replace"))
         if not self._head:
             with self._asking():
                 self._api.create_repo(self._repository, private=True)

@@ -34,10 +34,10 @@ class Staged:
         self.local = staging_path(where)
         self._run = ""  # the run that made the finished output
 
-    def reserve(self, card: str) -> None:
+    def reserve(self, card: Path | bytes | None) -> None:
         """Take the place before the work, if a listing does not tell whether that can be done.
 
-        `card`: the source's model card.
+        `card`: the source's model card, a file or its content.
         """
 
     def kept(self, identity: str, verified: bool) -> Mapping[str, Any] | None:

@@ -75,7 +75,9 @@ def test_the_bytes_at_the_hub_are_those_of_a_local_output_in_one_commit(hub: Hub
 def test_what_was_sent_is_read_and_verified_at_the_hub(hub: Hub) -> None:
     convert()
     assert bridge.verify(OUT, TINY).passed
-    assert bridge.convert(OUT, "hf", "none", "back", verify=False).bytes
+    again = bridge.convert(OUT, "hf", out="hf://me/again", verify=False)  # its card is read there
+    codes = [hub.repos[name].files["model.safetensors"] for name in ("org/tiny-int8", "me/again")]
+    assert codes[0] == codes[1] and again.out == "hf://me/again"
 
 
 @pytest.mark.slow
