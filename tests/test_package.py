@@ -6,14 +6,20 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from bridge.core import version
 
 ROOT = Path(__file__).parent.parent
+SERVERS: dict[str, list[str]] = tomllib.loads((ROOT / "tests" / "matrix" / "cells.toml").read_text())["servers"]
+EXCLUDED = {"torch==2.11.0": "no conversion ran with it: tests/matrix/results.toml"}
 TEXTS = (".py", ".md", ".toml", ".ipynb", ".txt", "Makefile", ".html", ".yml")
 pytestmark = pytest.mark.slow
 
@@ -98,6 +104,23 @@ def test_the_sdist_builds_the_same_wheel_without_machine_code(wheel: Path, tmp_p
     subprocess.run([*build, "--wheel-dir", tmp_path, archive], check=True, capture_output=True, timeout=300)
     again = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
     assert set(again.namelist()) == {n for n in zipfile.ZipFile(wheel).namelist() if "/objects/" not in n}
+
+
+@pytest.mark.parametrize("extra", ["", "trt", "calibrate", "inspect"])
+@pytest.mark.parametrize("server", SERVERS)
+def test_the_wheel_excludes_no_pin_of_a_server_without_a_reason(server: str, extra: str, wheel: Path) -> None:
+    """pip resolves by the wheel's own metadata: a range without a server's pin changes that server, or stops pip."""
+    archive = zipfile.ZipFile(wheel)
+    metadata = next(archive.read(name) for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    fields = Parser().parsestr(metadata.decode())
+    needs = [Requirement(text) for text in fields.get_all("Requires-Dist", [])]
+    ours = [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
+    pins = dict(pin.split("==") for pin in SERVERS[server])
+    pinned = [need for need in ours if need.name in pins]
+    excluded = {f"{need.name}=={pins[need.name]}" for need in pinned if pins[need.name] not in need.specifier}
+    assert excluded <= {*EXCLUDED} and (pinned or not extra)
+    assert not excluded or extra  # the package alone is installed beside each of them
+    assert all(f"3.{minor}" in SpecifierSet(fields["Requires-Python"]) for minor in (11, 12, 13))
 
 
 def test_no_text_installs_a_strangers_package() -> None:

@@ -32,7 +32,7 @@ from bridge.calibration.walk.workers.processes import Workers, share_of
 from bridge.core.addresses import is_remote
 from bridge.core.errors import CalibrationError, UsageError, warn
 from bridge.core.output.directory import Work, check_disk, output_directory
-from bridge.core.output.names import CALIBRATING, CALIBRATION, RECIPE
+from bridge.core.output.names import CALIBRATING, CALIBRATION, CARD, RECIPE
 from bridge.core.output.replace import check_free, recover, work_directory
 from bridge.core.progress import no_progress
 from bridge.core.text import not_finite, number
@@ -44,7 +44,7 @@ from bridge.streaming.context import ConversionContext, Executor
 from bridge.targets import file_settings, load_target
 
 if TYPE_CHECKING:
-    from bridge.core.remote.upload import Outgoing
+    from bridge.core.remote.staged import Staged
 
 
 @dataclass
@@ -102,6 +102,8 @@ def run(request: Request, options: RunOptions) -> Report:
                 resolved = replace(resolved, plan=replace(resolved.plan, notes=notes))
             decisions = _decide(resolved, recipe, options.runs, clock)
             request.progress(1, 1, "plan")
+        if outgoing:
+            outgoing.reserve(source.side_files.get(CARD))
         kept = outgoing.kept(decisions.identity, request.verify) if outgoing and request.resume else None
         if kept:
             _announce_calibration(workers, False)
@@ -114,7 +116,7 @@ def run(request: Request, options: RunOptions) -> Report:
 
 
 @contextmanager
-def _local_output(request: Request) -> Iterator[tuple[Request, Outgoing | None]]:
+def _local_output(request: Request) -> Iterator[tuple[Request, Staged | None]]:
     """Yield the request with an output here; a remote one is uploaded at the end."""
     if not is_remote(request.out):
         yield request, None
@@ -183,7 +185,7 @@ class Decisions:
 
 
 def _write(
-    resolved: ResolvedRequest, decisions: Decisions, options: RunOptions, outgoing: Outgoing | None, clock: Clock
+    resolved: ResolvedRequest, decisions: Decisions, options: RunOptions, outgoing: Staged | None, clock: Clock
 ) -> Report:
     """Calibrate, write, verify and report, in a directory that is published at the end."""
     from bridge.reporting.make import make_report, save
@@ -368,6 +370,6 @@ def _partial_directory(request: Request, out: Path) -> Path:
     """Where a process that does not write keeps finished blocks: beside the output, or beside where it is made."""
     if request.out is None or not is_remote(request.out):
         return work_directory(out)
-    from bridge.core.remote.upload import staging_path
+    from bridge.core.remote.staged import staging_path
 
     return staging_path(request.out).parent.with_suffix(".partial")

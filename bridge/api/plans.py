@@ -50,13 +50,16 @@ def plan(
     sparse: str | None = None,
     base: Any = None,
     adapter: str | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
     **options: Unpack[TargetOptions],
 ) -> Plan:
     """Plan a conversion from headers alone: every output tensor, what stays unquantized and why, memory, disk.
 
     Takes the same arguments as `convert`. Reads no weight, and loads no framework if the architecture has a table. With
     `memory` it says whether a calibration takes the whole model at once or block by block, and refuses what writing
-    does not fit into; with `keep`, `drop_layers` or `sparse` what `prune` would write.
+    does not fit into; with `keep`, `drop_layers` or `sparse` what `prune` would write; with `out` it refuses an output
+    that may not be written, of which an address is asked and nothing there changed.
 
     Raises:
         BridgeError: UsageError, SourceError, SchemeError or PlanError; each lists all problems at once.
@@ -65,6 +68,10 @@ def plan(
     >>> len(plan.outputs), plan.disk < 3_000_000  # bytes
     (83, True)
     """
+    if out is not None:
+        from bridge.core.remote.upload import check_output
+
+        check_output(out, overwrite)
     source = open_source(model, config, base=base, adapter=adapter)
     if sparse is not None:
         from bridge.sources.pruned.opening import plan_sparse

@@ -166,7 +166,8 @@ def convert(
             "auto:7GB" or "auto:kl=0.01" measures each layer in several schemes and chooses one for each (after another
             colon, their names: "auto:4.8bits:int4_awq,fp8"); the recipe is kept beside `out`. For a quantized source,
             None copies its codes, "none" dequantizes, and a scheme dequantizes and re-quantizes.
-        out: the directory to write, local or at s3://, gs:// or az://; None names it after model, scheme and target.
+        out: the directory to write, local or at s3://, gs:// or az://, or a repository of the hub, hf://org/name, which
+            is private if it is new; None names a local one after model, scheme and target.
         calib: a `Calibration`, or the path of a saved one; an importance matrix of llama-imatrix (.gguf); or what
             `data` takes.
         data: what to calibrate with, as `calibrate` takes it; so `samples`, `sequence` and `field`.

@@ -162,6 +162,7 @@ FLAGS = {
     ),
     "out": word("OUT", _OUT),
     "convert.out": Flag("directory or address to write; default: MODEL-SCHEME-TARGET"),
+    "plan.out": Flag("directory or address that `convert` would write, to see whether it may"),
     "prune.out": Flag("directory to write; default: MODEL-pruned-SCHEME-TARGET"),
     "distill.out": Flag("directory to write; default: MODEL-distilled"),
     "repair.out": Flag("a new directory for the mended checkpoint", default=REQUIRED, metavar="NEW"),

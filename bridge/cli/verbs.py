@@ -10,6 +10,7 @@ from typing import Any
 import bridge
 from bridge.cli.terminal import BELOW, Exit, Terminal
 from bridge.cli.verb import EXITS, Words, shared, verb
+from bridge.core.addresses import is_remote
 from bridge.core.errors import UsageError
 
 
@@ -29,26 +30,31 @@ def convert(terminal: Terminal, **given: Any) -> None:
 
 @verb(
     "qbridge plan meta-llama/Llama-3.1-8B --target trt --quant nvfp4",
-    "model target runtime quant kv config base adapter memory keep drop_layers sparse every json debug",
+    "model target runtime quant out kv config base adapter memory keep drop_layers sparse overwrite every json debug",
     for_target=True,
 )
 def plan(terminal: Terminal, every: bool, **given: Any) -> None:
     """Print what `convert` would write, from headers alone.
 
     Each kind of weight, or with --all each tensor: its shape, dtype, bytes and expression; what stays unquantized and
-    why; memory and disk; how long it would take on this machine, and what limits it.
+    why; memory and disk; how long it would take on this machine, and what limits it. With --out also whether that may
+    be written, and what would be uploaded; nothing there is changed.
     """
     terminal.progress(0, 0, "plan")  # torch's import takes seconds if an architecture has no table
     result = bridge.plan(**given)
     here = bridge.estimate(result, given["model"])
     if terminal.json:
         estimate = {"seconds": here.seconds, "bound": here.bound, **vars(here)}
-        terminal.print_json({**result.to_dict(), "digest": result.digest, "estimate": estimate})
+        from bridge.reporting.plan_table import uploaded
+
+        upload = {"upload": uploaded(result, given["out"])} if is_remote(given["out"]) else {}
+        terminal.print_json({**result.to_dict(), "digest": result.digest, "estimate": estimate, **upload})
         return
     from bridge.reporting.columns import line
-    from bridge.reporting.plan_table import plan_table
+    from bridge.reporting.plan_table import plan_table, upload_line
 
-    terminal.print(plan_table(result, every), line("here", str(here)))
+    sent = [line("upload", upload_line(result, given["out"]))] if is_remote(given["out"]) else []
+    terminal.print(plan_table(result, every), line("here", str(here)), *sent)
 
 
 @verb(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Group, RenderableType
 
-from bridge.core.text import grouped, shape_text, size
+from bridge.core.addresses import shown
+from bridge.core.text import first_of, grouped, shape_text, size
 from bridge.planning.plan import Plan
 from bridge.reporting.columns import Columns, titled_table
 from bridge.reporting.loading import LOADING, loading_rows, loadings
@@ -37,6 +39,19 @@ def plan_table(plan: Plan, every: bool = False) -> RenderableType:
     parts += titled_table("dropped", ("n", "why", "tensors"), by_reason(plan.dropped, every), right=(0,))
     parts += titled_table("notes", ("note",), notes)
     return Group(*parts, "", f"side files  {', '.join(plan.side_files) or 'none'}")
+
+
+def uploaded(plan: Plan, out: str) -> dict[str, Any]:
+    """What `convert` would upload to `out`: the files that are planned, and bytes; its own texts come on top."""
+    return {"out": shown(out), "files": sorted({*plan.files, *plan.side_files}), "bytes": plan.disk}
+
+
+def upload_line(plan: Plan, out: str) -> str:
+    """The same in a sentence."""
+    of = uploaded(plan, out)
+    how = ", in one commit; a new repository is private" if of["out"].startswith("hf://") else ""
+    files = first_of(of["files"], 4)
+    return f"{of['out']}: {files}: {size(of['bytes'])}, and config, model card, manifest and report{how}"
 
 
 def _output_rows(plan: Plan) -> Iterator[tuple[str, ...]]:

@@ -134,8 +134,8 @@ class Report(Displayed):
     @property
     def command(self) -> str:
         """The command that uses the output where it was written; "" if there is none, or a gate failed."""
-        usable = self.passed and not is_remote(self.out)
-        return self.next.replace("{out}", shlex.quote(self.out)) if usable else ""
+        out = self.out.removeprefix("hf://") if self.target == "hf" else self.out  # servers take the name at the hub
+        return self.next.replace("{out}", shlex.quote(out)) if self.passed and not is_remote(out) else ""
 
     @property
     def compared(self) -> bool:

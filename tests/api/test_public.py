@@ -14,7 +14,7 @@ import bridge
 SIGNATURES = {
     "plan": (
         "model, target, quant=None, *, kv=None, config=None, runtime=None, memory=None, keep=None, drop_layers=None, "
-        "sparse=None, base=None, adapter=None, **options"
+        "sparse=None, base=None, adapter=None, out=None, overwrite=False, **options"
     ),
     "estimate": "plan, model=None, *, verify=True, machine=None",
     "pruned": (

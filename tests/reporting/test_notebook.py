@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,32 @@ CELLS = (
     "bridge.convert(MODEL, target='hf', quant='int8_wo', out='silent', progress=False).passed",
     BATCH,
 )
+
+
+FIRST_HOUR = Path(__file__).parents[2] / "examples" / "first_hour.ipynb"
+
+
+def test_the_notebook_of_the_first_hour_is_stored_without_outputs_and_links_to_pages_that_exist() -> None:
+    book = nbformat.read(FIRST_HOUR, as_version=4)
+    nbformat.validate(book)
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in book.cells if cell.cell_type == "code")
+    links = re.findall(r"\]\((\.\./[^)#]+)", FIRST_HOUR.read_text())
+    assert links and all((FIRST_HOUR.parent / link).is_file() for link in links)
+
+
+@pytest.mark.slow
+def test_the_notebook_of_the_first_hour_runs_and_shows_what_each_scheme_costs(tmp_path: Path) -> None:
+    folder = tmp_path / "examples"
+    folder.mkdir()
+    (folder / "models").symlink_to(MODEL.parent)
+    book = nbformat.read(FIRST_HOUR, as_version=4)
+    client = nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(folder)}})
+    client.execute()
+    said = "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", []))
+    costs = [float(cost) for cost in re.findall(r": x ([\d.]+)$", said, re.MULTILINE)]
+    assert len(costs) == 2 and 1 <= costs[0] < costs[1] < 1.2
+    assert (tmp_path / "out" / "first-hour" / "fp8" / "bridge.json").is_file()
+    assert any("vllm serve ../out/first-hour/fp8" in str(cell.get("outputs")) for cell in book.cells)
 
 
 @pytest.fixture(scope="module")

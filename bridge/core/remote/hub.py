@@ -60,7 +60,8 @@ class HubStore(WebStore):
 
         super().__init__(shown(url), Client())
         try:
-            at = HfFileSystem().resolve_path(self.where)
+            # an instance of before remembers what was not there
+            at = HfFileSystem(skip_instance_cache=True).resolve_path(self.where)
             if not isinstance(at, HfFileSystemResolvedRepositoryPath) or at.repo_type != "model":
                 raise SourceError(f"{self.where}: not a model of the hub; give hf://org/name")
             hub = HfApi()

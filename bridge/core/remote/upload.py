@@ -1,4 +1,4 @@
-"""Upload an output to s3://, gs://, az:// or a store of fsspec.
+"""Upload an output to s3://, gs://, az:// or a store of fsspec; to the hub: `hub_upload`.
 
 It is made locally first; a partial upload never loads.
 
@@ -9,46 +9,36 @@ lists what was sent, so that an interrupted upload resumes, and an output withou
 from __future__ import annotations
 
 import hashlib
-import shutil
 import socket
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from bridge.core.addresses import checked, is_remote, scheme_of, shown, store_of
+from bridge.core.addresses import WEB, checked, is_remote, scheme_of, shown, store_of
 from bridge.core.errors import BridgeError, UsageError, WriteError
-from bridge.core.output.names import JOURNAL, MANIFEST
+from bridge.core.output.names import MANIFEST
 from bridge.core.output.replace import REPLACING, check_free
-from bridge.core.parsing.limited import parse_json
 from bridge.core.progress import Progress
+from bridge.core.remote.hub_upload import HubOutgoing, repository_of
 from bridge.core.remote.objects import BUCKETS, Folder, folder, reporting
+from bridge.core.remote.staged import Staged, staging_path
 from bridge.core.remote.store import RemoteStat
 from bridge.core.remote.upload_directory import Holding, owning, read_holding
 from bridge.core.remote.upload_note import NOTE, Note, Sent, parse_note
 
-IDENTITY = ".qbridge-identity"  # a file in a finished output with the id of its run
 # Without these nothing takes the files for a model, wherever they lie in it: sent last, in this order, removed first.
 LAST = (
     "model.safetensors.index.json", ".metadata", "metadata.json", "common.pt", "model.engine", "model.onnx",
     "config.json", MANIFEST,
 )  # fmt: skip
-MAX_VALUES = 64 << 20  # values of a report: some tens for a tensor
 MAX_NOTE = 4 << 20  # bytes of an upload's note
-WEB = "a web server takes no files; write to a directory, s3://, gs:// or az://"
-REFUSED = {
-    "http": WEB,
-    "https": WEB,
-    "hf": "write to a directory, and `hf upload org/name DIRECTORY` makes one commit of it",
-}
 
 
 @contextmanager
-def sending(url: str, overwrite: bool, progress: Progress) -> Iterator[Outgoing]:
+def sending(url: str, overwrite: bool, progress: Progress) -> Iterator[Outgoing | HubOutgoing]:
     """Convert into `local` while the block runs; then it is sent. No other run has `local` until that has ended."""
-    where = check_out(url)
-    with owning(staging_path(url).parent, where) as holding:
-        outgoing = Outgoing(where, folder(checked(url)), holding)
+    with owning(staging_path(url).parent, check_out(url)) as holding:
+        outgoing = _outgoing(url, holding)
         try:
             outgoing.begin(overwrite)
             yield outgoing
@@ -67,8 +57,13 @@ def sending(url: str, overwrite: bool, progress: Progress) -> Iterator[Outgoing]
 def check_out(url: str) -> str:
     """The address of an output as messages call it; UsageError if no output can be sent there."""
     where, scheme = shown(url), scheme_of(url)
-    if scheme in REFUSED:
-        raise UsageError(f"out={where}: {REFUSED[scheme]}")
+    if scheme in WEB:
+        raise UsageError(
+            f"out={where}: a web server takes no files; write to a directory, hf://, s3://, gs:// or az://"
+        )
+    if scheme == "hf":
+        repository_of(where)
+        return where
     folder(checked(url))
     parts = where.partition("://")[2].strip("/").split("/")
     if {"", ".", ".."} & {*parts} or (store_of(url) in BUCKETS and len(parts) < 2):
@@ -76,45 +71,40 @@ def check_out(url: str) -> str:
     return where
 
 
-def staging_path(out: str | Path) -> Path:
-    """Return where an output is written: at `out`, or, before an upload, in a hidden directory of the current one."""
-    if not is_remote(out):
-        return Path(out)
-    where = shown(str(out))
-    name = f".{where.rpartition('/')[2]}-{hashlib.sha256(where.encode()).hexdigest()[:8]}.sending"
-    return Path(name).absolute() / "made"
-
-
-def check_replaceable(url: str, overwrite: bool, replacing: str = REPLACING) -> None:
-    """Refuse what `sending` would refuse because of what lies there; writes nothing.
+def check_output(out: str | Path, overwrite: bool, replacing: str = REPLACING) -> None:
+    """Refuse an output that `convert` would refuse because of what lies there; writes nothing.
 
     `replacing`: see `bridge.core.output.replace.check_free`.
     """
-    Outgoing(check_out(url), folder(checked(url)), read_holding(staging_path(url).parent)).existing(
-        overwrite, replacing
-    )
+    if is_remote(out):
+        _outgoing(str(out), read_holding(staging_path(out).parent)).existing(overwrite, replacing)
+    else:
+        check_free(Path(out), overwrite, replacing=replacing)
 
 
 def tidy(url: str) -> None:
     """Remove what a killed run left here of an output that is whole there, unless another run owns it."""
     directory = staging_path(url).parent
     if directory.is_dir():
-        where = check_out(url)
-        with suppress(WriteError, OSError), owning(directory, where) as holding:
-            Outgoing(where, folder(checked(url)), holding).tidy()
+        with suppress(WriteError, OSError), owning(directory, check_out(url)) as holding:
+            _outgoing(url, holding).tidy()
 
 
-class Outgoing:
-    """The output of one conversion: it is made in `local`, inside the hidden directory that `holding` owns."""
+def _outgoing(url: str, holding: Holding) -> Outgoing | HubOutgoing:
+    where = check_out(url)
+    return HubOutgoing(where, holding) if scheme_of(url) == "hf" else Outgoing(where, folder(checked(url)), holding)
+
+
+class Outgoing(Staged):
+    """An output that is sent to an object store."""
 
     def __init__(self, where: str, store: Folder, holding: Holding) -> None:
-        self.where, self._folder, self._holding = where, store, holding
-        self.local = staging_path(where)
+        super().__init__(where, holding)
+        self._folder = store
         self._sender = f"{socket.gethostname()}:{self.local}"
         self._sent: dict[str, Sent] = {}
         self._stale: list[str] = []
         self._note_stays = True  # until `begin` knows whether this run may remove it
-        self._run = ""  # the run that made the finished output
 
     def begin(self, overwrite: bool) -> None:
         """Refuse an address that cannot be written to, before any work, by writing the note there."""
@@ -170,31 +160,9 @@ class Outgoing:
             if not note and MANIFEST in found:
                 self.tidy_up()
 
-    def kept(self, identity: str, verified: bool) -> Mapping[str, Any] | None:
-        """The report, as JSON data, of an output that is finished and not sent; None if this run has none."""
-        self._run = _of_run(identity, verified)
-        if not self.is_staged():
-            return None
-        try:
-            return dict(parse_json((self.local / "report.json").read_bytes(), MAX_VALUES))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def note_finished(self, directory: Path, identity: str, verified: bool) -> None:
-        """Say in a finished output of which run it is, and whether it was compared with its source."""
-        self._run = _of_run(identity, verified)
-        (directory / IDENTITY).write_text(self._run)
-
-    def is_staged(self) -> bool:
-        """Whether the output of this run is finished here, so that only the upload is left."""
-        try:
-            return (self.local / IDENTITY).read_text() == self._run
-        except (OSError, ValueError):
-            return False
-
     def send(self, progress: Progress) -> None:
         """Send everything that is not there yet."""
-        files = self._files()
+        files = self.files()
         sizes = {name: path.stat().st_size for name, path in files.items()}
         done = 0
         self._check_ours()
@@ -216,15 +184,9 @@ class Outgoing:
     def rest(self) -> str:
         """How many files are sent, and where the others are."""
         return (
-            f"{len(self._sent)} of {len(self._files())} files are at {self.where}, and nothing takes them for a model; "
+            f"{len(self._sent)} of {len(self.files())} files are at {self.where}, and nothing takes them for a model; "
             f"the finished one is kept in {self.local}. Run again to send the rest"
         )
-
-    def tidy_up(self) -> None:
-        """Remove what was made here once all is there and the note is gone, whichever run has sent the last of it."""
-        if self.local.exists():
-            shutil.rmtree(self.local)
-        self._holding.forget()
 
     def give_up(self) -> None:
         """Take the note back if the conversion failed before anything was sent."""
@@ -234,11 +196,6 @@ class Outgoing:
             if self._read_note().run == self._holding.run:
                 self._folder.remove(NOTE)
             self._holding.forget()
-
-    def _files(self) -> dict[str, Path]:
-        """The files to send: all but those that only this machine needs."""
-        found = {path.relative_to(self.local).as_posix(): path for path in sorted(self.local.rglob("*"))}
-        return {name: path for name, path in found.items() if path.is_file() and name not in (IDENTITY, JOURNAL)}
 
     def _found(self) -> tuple[Mapping[str, RemoteStat], Note | None]:
         found = self._listing()
@@ -314,10 +271,6 @@ def _last(name: str) -> int:
     """Position among the files that are sent last; -1 for all others."""
     own = name.rpartition("/")[2]
     return LAST.index(own) if own in LAST else -1
-
-
-def _of_run(identity: str, verified: bool) -> str:
-    return f"{identity} {'verified' if verified else 'not verified'}"
 
 
 def _checksum(path: Path) -> str:

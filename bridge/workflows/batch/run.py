@@ -18,7 +18,8 @@ from bridge.core.output.directory import HOW_TO_GO_ON
 from bridge.core.output.replace import recover
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, is_bars, shows_progress
-from bridge.core.remote.upload import staging_path, tidy
+from bridge.core.remote.staged import staging_path
+from bridge.core.remote.upload import tidy
 from bridge.core.text import nearest, number
 from bridge.workflows.batch.engines import make_engine, make_settings
 from bridge.workflows.batch.job import failure

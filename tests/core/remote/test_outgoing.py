@@ -271,7 +271,6 @@ def test_a_finished_output_is_made_anew_where_its_run_asked_for_less(
     ("out", "said"),
     [
         ("https://host/a", "a web server takes no files"),
-        ("hf://org/name", "`hf upload org/name DIRECTORY`"),
         ("s3://bucket", "give a directory in it: s3://bucket/name"),
         ("nope://a/b", "nothing here knows nope://"),
         ("s3://[x", "s3://[x: not an address (Invalid IPv6 URL)"),

@@ -16,7 +16,7 @@ from bridge.core.output.names import CALIBRATION
 from bridge.core.remote import upload as outgoing
 from bridge.core.remote.client import Client
 from bridge.core.remote.objects import Bucket
-from bridge.core.remote.upload import staging_path
+from bridge.core.remote.staged import staging_path
 from bridge.core.remote.upload_directory import owning
 from bridge.core.remote.upload_note import NOTE
 from bridge.sources.opening import open_source
@@ -346,7 +346,7 @@ def test_an_output_that_was_looked_at_shows_that_its_store_answers(
         if not url.endswith("/a"):
             raise no_answer(url)
 
-    monkeypatch.setattr(outputs, "check_replaceable", looking)
+    monkeypatch.setattr(outputs, "check_output", looking)
     rows = "".join(f'[[row]]\nname = "{name}"\nquant = "int8_wo"\n' for name in "abc")
     bridge.batch(manifest(rows), dry_run=True, resume=False)
     assert asked == [f"{OUT}/{name}" for name in ("a", "b", "c", "eight")]

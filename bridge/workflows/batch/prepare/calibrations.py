@@ -20,7 +20,7 @@ from bridge.core.errors import BridgeError
 from bridge.core.output.names import CALIBRATION
 from bridge.core.output.temporary import write_whole
 from bridge.core.remote.opening import written_at
-from bridge.core.remote.upload import staging_path
+from bridge.core.remote.staged import staging_path
 from bridge.planning.memory import RUN_BYTES_PER_VALUE, process_memory
 from bridge.workflows.batch.manifest.keys import short_name
 from bridge.workflows.batch.prepare.outputs import file_digest

@@ -11,10 +11,11 @@ from pathlib import Path
 from bridge.core.addresses import is_remote
 from bridge.core.errors import BridgeError, is_unreachable
 from bridge.core.output.names import CALIBRATION, CARD
-from bridge.core.output.replace import check_free, reserved
+from bridge.core.output.replace import reserved
 from bridge.core.parsing.limited import load_json
 from bridge.core.remote.opening import written_at
-from bridge.core.remote.upload import check_replaceable, staging_path
+from bridge.core.remote.staged import staging_path
+from bridge.core.remote.upload import check_output
 from bridge.core.remote.upload_note import NOTE
 from bridge.core.text import size
 from bridge.core.version import __version__, versions
@@ -114,10 +115,7 @@ def refuse(planned: PlannedRow, memory: int | None) -> Outcome | None:
         return Outcome(row.name, FAILED, text, "BatchError")
     if row.chain:  # the outputs of its steps were checked with it
         return None
-    if is_remote(row.out):
-        check_replaceable(row.out, row.overwrite, REPLACING)
-    else:
-        check_free(Path(row.out), row.overwrite, replacing=REPLACING)
+    check_output(row.out, row.overwrite, REPLACING)
     return None
 
 

@@ -13,7 +13,8 @@ from bridge.calibration.requirements import check_device, sampling_for
 from bridge.core.addresses import is_remote, server_of, shown
 from bridge.core.errors import BridgeError, CalibrationError, SourceError, UsageError, is_unreachable
 from bridge.core.parsing.problems import Problems
-from bridge.core.remote.upload import check_out, staging_path
+from bridge.core.remote.staged import staging_path
+from bridge.core.remote.upload import check_out
 from bridge.core.version import versions
 from bridge.planning.memory import FRAMEWORKS, FRESH, RUN_BYTES_PER_VALUE, process_memory
 from bridge.quant.schemes.scheme import Scheme
