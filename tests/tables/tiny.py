@@ -59,6 +59,7 @@ _ERNIE_MOE = _SQUARE | {
     "moe_intermediate_size": 28, "moe_num_experts": 5, "moe_k": 3, "moe_num_shared_experts": 3,
     "moe_layer_end_index": 1, "pad_token_id": 0,
 }  # fmt: skip
+_DEEPSEEK_V2 = _DEEPSEEK | {"routed_scaling_factor": 1.5}
 _DEEPSEEK_V32 = _DEEPSEEK | {"index_n_heads": 9, "index_head_dim": 12, "index_topk": 11}
 _GLM_DSA = _DEEPSEEK_V32 | {"indexer_types": ["full", "shared", "full"]}
 _MINIMAX_M2 = _LLAMA | {
@@ -137,6 +138,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_moe-biases": (
         "HunYuanMoEV1ForCausalLM",
         _LLAMA | {"num_experts": 5, "moe_topk": [2, 2, 2], "attention_bias": True},
+    ),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", _DEEPSEEK_V2),
+    "deepseek_v2-plain": (
+        "DeepseekV2ForCausalLM",
+        _DEEPSEEK_V2 | {"q_lora_rank": None, "attention_bias": True, "mlp_bias": True},
     ),
     "deepseek_v32": ("DeepseekV32ForCausalLM", _DEEPSEEK_V32),
     "deepseek_v32-biases": ("DeepseekV32ForCausalLM", _DEEPSEEK_V32 | {"attention_bias": True}),
@@ -262,6 +268,9 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
     if family in ("deepseek_v32", "glm_moe_dsa"):
         more |= {"seen": config["index_topk"], "rotary": config["qk_rope_head_dim"]}
         more |= {"pairs": family == "glm_moe_dsa"}
+    if family == "deepseek_v2":
+        more = {"nope": config["qk_nope_head_dim"], "top_k": config["num_experts_per_tok"], "renormalize": False}
+        more |= {"share_scale": config["routed_scaling_factor"]}
     if family == "granitemoe":
         more = _granite(config)
     if family == "minimax_m2":

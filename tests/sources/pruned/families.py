@@ -16,6 +16,13 @@ _GLM4_MOE = {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2,
 _HYBRID = {"layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": _FOUR,
+    "DeepseekV2ForCausalLM": _FOUR
+    | {
+        "n_group": 2,
+        "num_experts_per_tok": 2,
+        "topk_method": "group_limited_greedy",
+        "mlp_bias": True,
+    },
     "DeepseekV32ForCausalLM": _FOUR | {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
     "DeepseekV3ForCausalLM": _FOUR | {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
     "Dots1ForCausalLM": _FOUR | {"num_experts_per_tok": 2, "first_k_dense_replace": 2, "attention_bias": True},

@@ -44,6 +44,7 @@ SHARED = {"moe_ffn": "no config has shared_ffn=44 with moe_ffn=28: it would be 2
 SCALED = dict.fromkeys(("hidden", "narrow", "all"), "embeddings are scaled by the square root of hidden")
 REFUSED: dict[str, dict[str, str]] = {
     "BertForMaskedLM": WIDTH_OVER_HEADS,
+    "DeepseekV2ForCausalLM": SHARED,
     "DeepseekV3ForCausalLM": SHARED | {"experts": "", "numbers": ""},
     "DeepseekV32ForCausalLM": SHARED,
     "Dots1ForCausalLM": SHARED,
