@@ -113,6 +113,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("DeepseekV2ForCausalLM", _DEEPSEEK_V2),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
     "deepseek-v3.2": ("DeepseekV32ForCausalLM", {}),
+    "deepseek-v4-flash": ("DeepseekV4ForCausalLM", {}),
     "glm-5": ("GlmMoeDsaForCausalLM", {}),
     "granite-3.0-3b-a800m": (
         "GraniteMoeForCausalLM",
@@ -133,7 +134,15 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # These make some 40,000 meta tensors in ten seconds and more.
-_LARGE = ("qwen3-moe-235b", "deepseek-v2", "deepseek-v3", "deepseek-v3.2", "glm-5", "qwen3.5-35b-a3b")
+_LARGE = (
+    "qwen3-moe-235b",
+    "deepseek-v2",
+    "deepseek-v3",
+    "deepseek-v3.2",
+    "deepseek-v4-flash",
+    "glm-5",
+    "qwen3.5-35b-a3b",
+)
 _PARAMS = [pytest.param(size, marks=[pytest.mark.slow] if size in _LARGE else []) for size in SIZES]
 
 

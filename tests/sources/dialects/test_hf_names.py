@@ -131,7 +131,7 @@ def test_models_with_names_of_their_own_are_read(kind: str, field: str, biased: 
     equal(raw(model, tmp_path), tmp_path / "saved")
 
 
-@pytest.mark.parametrize("kind", ["GraniteMoe", "GraniteMoeShared", "MiniMaxM2"])
+@pytest.mark.parametrize("kind", ["DeepseekV4", "GraniteMoe", "GraniteMoeShared", "MiniMaxM2"])
 def test_experts_that_have_other_names_in_memory_are_read(kind: str, tmp_path: Path) -> None:
     equal(raw(decoder_families.build(f"{kind}ForCausalLM"), tmp_path), tmp_path / "saved")
 
