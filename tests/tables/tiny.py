@@ -207,9 +207,10 @@ def tiny(case: str, directory: Path) -> Tiny:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
         for name, buffer in model.named_buffers():
             if name in model.state_dict():
-                numbers = torch.randint(5, buffer.shape, generator=generator)  # of experts
-                floats = torch.randn(buffer.shape, generator=generator) * 0.5
-                buffer.copy_(floats if buffer.is_floating_point() else numbers)
+                if buffer.is_floating_point():
+                    buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.5)
+                else:  # numbers of experts
+                    buffer.copy_(torch.randint(5, buffer.shape, generator=generator))
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     ids = torch.randint(1, 97, (LENGTH,), generator=generator)
