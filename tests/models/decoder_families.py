@@ -158,6 +158,24 @@ STACKED: dict[str, dict[str, Any]] = {  # experts in one tensor
 
 INDEXED = {  # what attention sees is chosen
     "DeepseekV32ForCausalLM": _MLA | {"index_n_heads": 9, "index_head_dim": 12, "index_topk": 11},
+    "DeepseekV4ForCausalLM": _TEXT
+    | {
+        "moe_intermediate_size": 44,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 3,
+        "q_lora_rank": 24,
+        "o_groups": 3,
+        "o_lora_rank": 7,
+        "index_n_heads": 9,
+        "index_head_dim": 12,
+        "index_topk": 5,
+        "partial_rotary_factor": 0.4,
+        "hc_mult": 3,
+        "sliding_window": 16,
+        "num_hash_layers": 0,
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
     "GlmMoeDsaForCausalLM": _MLA | {"index_n_heads": 9, "index_head_dim": 12, "index_topk": 11},
 }
 

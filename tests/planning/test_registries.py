@@ -151,6 +151,19 @@ def test_the_list_of_unquantized_modules_has_what_the_program_makes_so(tmp_path:
     assert bridge.verify(out, against=model).parity
 
 
+def test_compressors_stay_unquantized_for_vllm_and_grouped_matrices_for_all(tmp_path: Path) -> None:
+    """models/deepseek_v4/nvidia/model.py of vLLM; ModelOpt has no quantizer for the class of `wo_a`."""
+    model = saved("DeepseekV4ForCausalLM", tmp_path / "v4")
+    whole, left = (bridge.plan(model, "hf", "fp8", runtime=name) for name in (None, "vllm"))
+    kept = [{step.site.module for step in plan.steps if step.site and not step.format} for plan in (whole, left)]
+    attention = {name for name in kept[0] if ".attn." in name}
+    assert attention == {f"model.layers.{layer}.attn.wo_a" for layer in range(2)}
+    compressors = ("0.attn.compressor", "0.attn.indexer.compressor", "1.attn.compressor")
+    more = {f"model.layers.{at}.{name}" for at in compressors for name in ("wkv", "wgate")}
+    assert kept[1] - kept[0] == more | {"model.layers.0.attn.indexer.weights_proj"}
+    assert verdict(load_runtime("vllm"), left).why_not == ""
+
+
 def test_a_program_without_a_class_for_an_architecture_does_not_load_it(tmp_path: Path) -> None:
     plan = bridge.plan(saved("Dots1ForCausalLM", tmp_path / "dots"), "hf", "fp8")
     for name in ("vllm", "sglang"):

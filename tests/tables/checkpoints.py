@@ -41,9 +41,11 @@ def tiny_fields(architecture: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"num_hidden_layers": 2, "num_labels": 2 if "Answering" in architecture else 7}
     if architecture.startswith(("Qwen3Moe", "Qwen3_5Moe")):
         fields |= {"num_experts": 3, "num_experts_per_tok": 2}
-    if architecture.startswith(("DeepseekV3", "Glm4Moe", "Dots1")):
+    if architecture.startswith(("DeepseekV2", "DeepseekV3", "Glm4Moe", "Dots1")):
         fields |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
         fields |= {"first_k_dense_replace": 1, "n_shared_experts": 2}
+    if architecture.startswith("DeepseekV4"):
+        fields |= {"n_routed_experts": 3, "num_experts_per_tok": 2, "num_hash_layers": 1, "num_hidden_layers": 4}
     if architecture.startswith("Ernie4_5_Moe"):
         fields |= {"moe_num_experts": 4, "moe_k": 2}
     if architecture.startswith("HunYuan"):

@@ -23,6 +23,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+SHARES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
+}
+
+
 @dataclass(frozen=True)
 class Formulas:
     """What a config says beyond extents. `theta` and `window` by layer: RoPE's base (0: none); 0: sees everything.
@@ -33,7 +40,9 @@ class Formulas:
     it. `unit_heads`: queries and keys that turn are divided by their root mean square; `temper`: those that do not grow
     with the logarithm of the position, see Llama 4. `scales_input`: an expert's share multiplies what it reads. `seen`:
     how many positions an indexer chooses, `pairs`: whether its adjacent channels turn together, `chosen`: what the last
-    one did not choose. `key_heads`: those of a gated delta net.
+    one did not choose. `key_heads`: those of a gated delta net. `bound`: gate and up are clamped to it, and gated as
+    without; `given`: the experts of each position, whatever their scores; `sinkhorn`: how often shares of residual
+    streams are divided by their sums, and what is added to them.
     """
 
     layers: int
@@ -65,6 +74,9 @@ class Formulas:
     pairs: bool = False
     chosen: list[Tensor] = field(default_factory=list)
     key_heads: int = 0
+    bound: float = math.inf
+    given: Tensor | None = None
+    sinkhorn: tuple[int, float] = (0, 0.0)
 
 
 def hidden_states(roles: Roles, f: Formulas, ids: Tensor, types: Tensor | None = None) -> Tensor:
@@ -270,18 +282,21 @@ def _clamped(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return (up + 1) * gate * (1.702 * gate).sigmoid()
 
 
+def _gated(f: Formulas, gate: Tensor, up: Tensor) -> Tensor:
+    return ACTIVATIONS[f.activation](gate.clamp(max=f.bound)) * up.clamp(-f.bound, f.bound)
+
+
 def _experts(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
-    act = ACTIVATIONS[f.activation]
-    scores = _linear(roles, "moe.router", layer, x)
-    scores = scores.sigmoid() if f.share == "sigmoid" else scores.softmax(-1)
+    scores = SHARES[f.share](_linear(roles, "moe.router", layer, x))
     chosen = (scores + roles.get(("moe.router.choice_bias", layer, None), torch.zeros(1))).topk(f.top_k).indices
+    chosen = chosen if f.given is None else f.given
     share = scores.gather(1, chosen)
     if f.renormalize:
         share = share / share.sum(-1, keepdim=True)
     share = share * f.share_scale
     out = torch.zeros_like(x)
     if ("moe.shared.gate.weight", layer, None) in roles:
-        gated = act(_linear(roles, "moe.shared.gate", layer, x)) * _linear(roles, "moe.shared.up", layer, x)
+        gated = _gated(f, *(_linear(roles, f"moe.shared.{name}", layer, x) for name in ("gate", "up")))
         out = _linear(roles, "moe.shared.down", layer, gated)
     if ("moe.shared.router.weight", layer, None) in roles:
         out = out * _linear(roles, "moe.shared.router", layer, x).sigmoid()
@@ -290,7 +305,7 @@ def _experts(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
             row = x[position : position + 1] * (weight if f.scales_input else 1)
             gate = _linear(roles, "moe.gate", layer, row, expert)
             up = _linear(roles, "moe.up", layer, row, expert)
-            gated = _clamped(gate, up, f.limit) if f.limit else act(gate) * up
+            gated = _clamped(gate, up, f.limit) if f.limit else _gated(f, gate, up)
             part = _linear(roles, "moe.down", layer, gated, expert)[0]
             out[position] += part if f.scales_input else weight * part
     return out

@@ -33,6 +33,10 @@ _KIMI_K2: dict[str, Any] = _DEEPSEEK | {
     "vocab_size": 163840, "num_attention_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1,
     "topk_group": 1,
 }  # fmt: skip
+_DEEPSEEK_V2 = {  # of the hub's DeepSeek-V2, whose config names no default of transformers
+    "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 60,
+    "num_attention_heads": 128, "n_routed_experts": 160, "first_k_dense_replace": 1,
+}  # fmt: skip
 _LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -106,8 +110,10 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-xl": ("GPT2LMHeadModel", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
     "mixtral-8x7b": ("MixtralForCausalLM", {}),
     "qwen3-moe-235b": ("Qwen3MoeForCausalLM", _QWEN3_235B),
+    "deepseek-v2": ("DeepseekV2ForCausalLM", _DEEPSEEK_V2),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
     "deepseek-v3.2": ("DeepseekV32ForCausalLM", {}),
+    "deepseek-v4-flash": ("DeepseekV4ForCausalLM", {}),
     "glm-5": ("GlmMoeDsaForCausalLM", {}),
     "granite-3.0-3b-a800m": (
         "GraniteMoeForCausalLM",
@@ -128,7 +134,15 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # These make some 40,000 meta tensors in ten seconds and more.
-_LARGE = ("qwen3-moe-235b", "deepseek-v3", "deepseek-v3.2", "glm-5", "qwen3.5-35b-a3b")
+_LARGE = (
+    "qwen3-moe-235b",
+    "deepseek-v2",
+    "deepseek-v3",
+    "deepseek-v3.2",
+    "deepseek-v4-flash",
+    "glm-5",
+    "qwen3.5-35b-a3b",
+)
 _PARAMS = [pytest.param(size, marks=[pytest.mark.slow] if size in _LARGE else []) for size in SIZES]
 
 

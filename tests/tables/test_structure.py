@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from bridge.core.errors import PlanError
 from bridge.core.values import TensorSpec
 from bridge.tables.architectures.arch import load_arch
 from bridge.tables.architectures.structure import canonical_names, structure
+from tests.models import decoder_families
 from tests.tables.checkpoints import BERT, GPT2, LLAMA, MIXTRAL, QWEN3_MOE, add, headers
 from tests.tables.foreign import DEEPSEEK
 from tests.work import counted
@@ -330,3 +335,32 @@ def test_structure_loads_no_framework() -> None:
     code = f"{imports}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def _on_the_hub(name: str) -> str:
+    """The name of a tensor of DeepSeek-V4 in its own program (inference/model.py of the release)."""
+    name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_").replace("embed_tokens.", "embed.")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
+
+
+def test_deepseek_v4_is_read_by_its_names_on_the_hub_as_by_transformers(tmp_path: Path) -> None:
+    model = decoder_families.build("DeepseekV4ForCausalLM", torch.float32, num_hash_layers=1)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    stored = {_on_the_hub(name): tensor for name, tensor in saved.items()}
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again, how = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(how.values())
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+    config = json.loads((tmp_path / "config.json").read_text())
+    specs = [{n: TensorSpec(n, tuple(t.shape), "float32") for n, t in part.items()} for part in (saved, stored)]
+    ours, theirs = (structure(config, part) for part in specs)
+    assert {_on_the_hub(name): roles for name, roles in ours.roles.items()} == theirs.roles
+    assert theirs.embeddings == ("embed",)
+    names = {"layer_types": "compress_ratios", "mlp_layer_types": "num_hash_layers"}
+    older = {name: value for name, value in config.items() if name not in names}
+    older |= {"compress_ratios": [4, 128], "num_hash_layers": 1}  # the hub's
+    assert structure(older, specs[1]).roles == theirs.roles
+    drafts = {f"mtp.0.{name}": (3, 4) for name in ("e_proj.weight", "attn.kv_norm.weight", "ffn.experts.2.w1.weight")}
+    more = {name: TensorSpec(name, shape, "float32") for name, shape in drafts.items()}
+    assert set(structure(config, specs[1] | more).ignored) == set(drafts)

@@ -17,6 +17,7 @@ import transformers
 from safetensors.numpy import load_file
 
 from bridge.core.values import TensorSpec
+from tests.tables.compressed_attention import states_of_streams
 from tests.tables.reference_forward import (
     Formulas,
     Roles,
@@ -59,8 +60,16 @@ _ERNIE_MOE = _SQUARE | {
     "moe_intermediate_size": 28, "moe_num_experts": 5, "moe_k": 3, "moe_num_shared_experts": 3,
     "moe_layer_end_index": 1, "pad_token_id": 0,
 }  # fmt: skip
+_DEEPSEEK_V2 = _DEEPSEEK | {"routed_scaling_factor": 1.5}
 _DEEPSEEK_V32 = _DEEPSEEK | {"index_n_heads": 9, "index_head_dim": 12, "index_topk": 11}
 _GLM_DSA = _DEEPSEEK_V32 | {"indexer_types": ["full", "shared", "full"]}
+_DEEPSEEK_V4 = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"} | {
+    "moe_intermediate_size": 28, "n_routed_experts": 5, "num_experts_per_tok": 2, "q_lora_rank": 26, "o_groups": 3,
+    "o_lora_rank": 7, "index_n_heads": 9, "index_head_dim": 12, "index_topk": 5, "partial_rotary_factor": 0.4,
+    "hc_mult": 4, "hc_sinkhorn_iters": 3, "hc_eps": 1e-3, "swiglu_limit": 0.7, "sliding_window": 23,
+    "layer_types": ["compressed_sparse_attention", "sliding_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 15}, "num_hash_layers": 1,
+}  # fmt: skip
 _MINIMAX_M2 = _LLAMA | {
     "intermediate_size": 28, "num_local_experts": 5, "num_experts_per_tok": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6},
@@ -138,8 +147,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanMoEV1ForCausalLM",
         _LLAMA | {"num_experts": 5, "moe_topk": [2, 2, 2], "attention_bias": True},
     ),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", _DEEPSEEK_V2),
+    "deepseek_v2-plain": (
+        "DeepseekV2ForCausalLM",
+        _DEEPSEEK_V2 | {"q_lora_rank": None, "attention_bias": True, "mlp_bias": True},
+    ),
     "deepseek_v32": ("DeepseekV32ForCausalLM", _DEEPSEEK_V32),
     "deepseek_v32-biases": ("DeepseekV32ForCausalLM", _DEEPSEEK_V32 | {"attention_bias": True}),
+    "deepseek_v4": ("DeepseekV4ForCausalLM", _DEEPSEEK_V4),
+    "deepseek_v4-biases": (
+        "DeepseekV4ForCausalLM",
+        _DEEPSEEK_V4 | {"mlp_bias": True, "layer_types": None, "num_hash_layers": 0, "compress_rate_hca": 15},
+    ),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", _GLM_DSA),
     "glm_moe_dsa-biases": ("GlmMoeDsaForCausalLM", _DEEPSEEK_V32 | {"attention_bias": True}),
     "granitemoe": ("GraniteMoeForCausalLM", _GRANITE),
@@ -188,7 +207,10 @@ def tiny(case: str, directory: Path) -> Tiny:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
         for name, buffer in model.named_buffers():
             if name in model.state_dict():
-                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.5)
+                if buffer.is_floating_point():
+                    buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.5)
+                else:  # numbers of experts
+                    buffer.copy_(torch.randint(5, buffer.shape, generator=generator))
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     ids = torch.randint(1, 97, (LENGTH,), generator=generator)
@@ -210,7 +232,8 @@ def reference(case: str, made: Tiny, roles: Roles) -> torch.Tensor:
     """Compute the same outputs from roles alone."""
     f = formulas(case, made.config)
     architecture = CASES[case][0]
-    x = hidden_states(roles, f, made.ids, made.types)
+    streams = ("final.mix.weight", None, None) in roles
+    x = states_of_streams(roles, f, made.ids) if streams else hidden_states(roles, f, made.ids, made.types)
     outputs: dict[str, Callable[[], list[torch.Tensor]]] = {
         "ForCausalLM": lambda: [vocabulary_logits(roles, f, x)],
         "LMHeadModel": lambda: [vocabulary_logits(roles, f, x)],
@@ -262,6 +285,11 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
     if family in ("deepseek_v32", "glm_moe_dsa"):
         more |= {"seen": config["index_topk"], "rotary": config["qk_rope_head_dim"]}
         more |= {"pairs": family == "glm_moe_dsa"}
+    if family == "deepseek_v4":
+        theta, more = _deepseek_v4(config)
+    if family == "deepseek_v2":
+        more = {"nope": config["qk_nope_head_dim"], "top_k": config["num_experts_per_tok"], "renormalize": False}
+        more |= {"share_scale": config["routed_scaling_factor"]}
     if family == "granitemoe":
         more = _granite(config)
     if family == "minimax_m2":
@@ -286,6 +314,14 @@ def _granite(config: dict[str, Any]) -> dict[str, Any]:
     scales = {"scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
     scales |= {"residual_scale": "residual_multiplier", "top_k": "num_experts_per_tok"}
     return {key: config[field] for key, field in scales.items()} | {"logit_scale": 1 / config["logits_scaling"]}
+
+
+def _deepseek_v4(config: dict[str, Any]) -> tuple[tuple[float, ...], Any]:
+    plain = [kind == "sliding_attention" for kind in config["layer_types"]]
+    theta = tuple(config["rope_theta"] if kind else config["compress_rope_theta"] for kind in plain)
+    more = {"top_k": config["num_experts_per_tok"], "share": config["scoring_func"], "bound": config["swiglu_limit"]}
+    more |= {"share_scale": config["routed_scaling_factor"], "rotary": config["qk_rope_head_dim"]}
+    return theta, more | {"seen": config["index_topk"], "sinkhorn": (config["hc_sinkhorn_iters"], config["hc_eps"])}
 
 
 def _llama4(config: dict[str, Any], theta: tuple[float, ...]) -> tuple[tuple[int, ...], tuple[float, ...], Any]:

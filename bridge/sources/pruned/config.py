@@ -31,10 +31,10 @@ def pruned_config(
                 f"no config has {dim}={size}{f' with {cause}' if cause else ''}: it would be {after[dim]} "
                 f"({table.file.name}: {dim} = {table.dims[dim]}); {remedy}"
             )
-    known = {**after, "dropped": dropped}
+    known = {**after, "dropped": dropped, "fewer": list(cut)}
     for wanted, why in rules.wants.items():
         if not problems and not wanted.value(known):
-            given = ", ".join(f"{name} = {known[name]}" for name in sorted(wanted.names - {"dropped"}))
+            given = ", ".join(f"{name} = {known[name]}" for name in sorted(wanted.names - {"dropped", "fewer"}))
             problems.append(f"the model needs `{wanted}`, since {why}; with {given} it does not hold")
     return new, problems
 

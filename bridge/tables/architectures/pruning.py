@@ -5,7 +5,7 @@
 
 A field of layers is a list with an entry for "each" (or one value for all), a list of "which" they are, the count of
 the "first" ones of a kind, or the number of the "last" one of a kind (-1: the model's last). `each or formula` gives
-the list of a config that has none. `dropped` in a formula: whether layers are.
+the list of a config that has none. In a formula, `dropped` is whether layers are, `fewer` the dims that are cut.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def parse_pruning(table: ArchTable) -> Pruning:
             raise file.place("prune", key).error(f"unknown key `{key}`", hint="[prune.layers], [prune.wants]")
     fields = {name: _field(file, name, text, names) for name, text in file.texts("prune.layers").items()}
     wants = {
-        parse_formula(text, file.place("prune.wants", text), [*names, "dropped"]): why
+        parse_formula(text, file.place("prune.wants", text), [*names, "dropped", "fewer"]): why
         for text, why in file.texts("prune.wants").items()
     }
     return Pruning(fields, wants)

@@ -20,7 +20,7 @@ from bridge.core.mappings import Place, TableFile, mappings, read_table
 from bridge.core.text import nearest
 from bridge.tables.expressions.grammar import Formula, parse_shape
 
-KINDS = ("embedding", "norm", "linear", "bias", "router", "recurrent", "head")
+KINDS = ("embedding", "norm", "linear", "bias", "mix", "router", "recurrent", "grouped", "head")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ EXTENTS = {
     "positions": 113, "types": 7, "labels": 11, "q_rank": 26, "kv_rank": 22, "nope_dim": 14, "rope_dim": 8, "v_dim": 13,
     "index_heads": 9, "index_dim": 18,
     "shared_ffn": 58, "conv_width": 3, "gdn_heads": 4, "gdn_key_heads": 2, "gdn_key_dim": 9, "gdn_value_dim": 12,
+    "streams": 4, "out_groups": 3, "out_rank": 7, "out_width": 20, "sparse_span": 15, "dense_span": 21, "top_k": 17,
     "layers": LAYERS,
 }  # fmt: skip
 

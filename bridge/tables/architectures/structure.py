@@ -20,8 +20,11 @@ from bridge.tables.expressions.grammar import Call, Expr, Ref
 
 Placed = tuple[str, tuple[Entry, int | None, int | None]]
 
-_KEEP = {"head": "output head", "router": "router", "recurrent": "recurrent"}
-_CACHED = {"attn.k.weight", "mla.k_b.weight"}  # one of each attention module that has keys
+_KEEP = {
+    "head": "output head", "router": "router", "recurrent": "recurrent",
+    "grouped": "a matrix for each group of heads, for which ModelOpt has no quantizer",
+}  # fmt: skip
+_CACHED = {"attn.k.weight", "mla.k_b.weight", "mqa.kv.weight"}  # one of each attention module that has keys
 
 
 def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> Structure:
@@ -123,8 +126,9 @@ def _joined(expr: Expr | None) -> str:
 
 def _embeddings(matched: Matched) -> tuple[str, ...]:
     vocabulary, scaled = matched.table.roles.roles, matched.table.scaled
+    stored = {modern: name for name, modern in matched.legacy.items()}
     return tuple(
-        entry.name.rpartition(".")[0]
+        stored.get(entry.name, entry.name).rpartition(".")[0]
         for entry in matched.entries
         if entry.expected and any(vocabulary[r].kind == "embedding" and r not in scaled for r in entry.roles)
     )
@@ -173,6 +177,7 @@ def _roles(matched: Matched, placed: list[Placed]) -> dict[str, tuple[str, ...]]
 SHARED = {
     "heads": "query heads",
     "kv_heads": "KV heads",
+    "out_groups": "groups of heads",
     "ffn": "inner values of the MLP",
     "moe_ffn": "inner values of an expert",
     "shared_ffn": "inner values of the shared experts",

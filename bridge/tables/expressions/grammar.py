@@ -1,7 +1,8 @@
 """Parse the expressions of rows and dims: Python syntax, never evaluated.
 
 row   = role | op(row, ..., count=formula)        interleave(attn.q.weight, attn.k.weight, groups=kv_heads)
-formula = names, numbers, lists, list[number], + - * // %, comparisons, `in`, and / or / not, functions      a or b
+formula = names, numbers, lists, list[number], object['key'], + - * // %, comparisons, `in`, and / or / not,
+          functions      a or b
 function = len(list) | max(number or list) | range(count) | sliding(layers, [local, full])      the kinds of layers,
            local ones first
 """
@@ -224,8 +225,10 @@ def _allow(node: ast.expr, text: str, place: Place) -> None:
         case ast.Call(func=ast.Name(id=name), keywords=[]) if len(node.args) == _FUNCTIONS.get(name):
             parts = node.args
         case _:
-            allowed = "names, numbers, lists, list[number], + - * // %, comparisons, in, and / or / not, len(x), "
-            allowed += "max(x), range(n), sliding(layers, [local, full])"
+            allowed = (
+                "names, numbers, lists, list[number], object['key'], + - * // %, comparisons, in, and / or / not, "
+            )
+            allowed += "len(x), max(x), range(n), sliding(layers, [local, full])"
             raise place.error(f"`{ast.unparse(node)}` in `{text}` is not allowed here", hint=allowed)
     for part in parts:
         _allow(part, text, place)
@@ -255,6 +258,8 @@ def _value(node: ast.expr, names: Mapping[str, object], text: str) -> object:
             return result
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             return _compare(op, left, right, names, text)
+        case ast.Subscript(value=listed, slice=ast.Constant(value=str() as key)):
+            return _member(_value(listed, names, text), key, text)
         case ast.Subscript(value=listed, slice=at):
             return _entry(_value(listed, names, text), _integer(at, names, text), text)
         case ast.List(elts=elements):
@@ -278,6 +283,13 @@ def _entry(items: object, at: int, text: str) -> object:
     if isinstance(items, list | tuple) and 0 <= at < len(items):
         return items[at]
     raise PlanError(f"`{text}` needs a list with an entry {at}, the config has {items!r}")
+
+
+def _member(items: object, key: str, text: str) -> object:
+    """The entry of an object, as of rates by kind of layer."""
+    if isinstance(items, Mapping) and key in items:
+        return items[key]
+    raise PlanError(f"`{text}` needs an object with {key!r}, the config has {items!r}")
 
 
 def _largest(value: object, text: str) -> int:

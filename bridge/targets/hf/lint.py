@@ -55,6 +55,7 @@ RULES = {
     "W4A16_MXFP4": Rule("uint8", "uint8", "block", (1, 2)),
 }
 TILE = 128
+SCALES = ("weight_scale", "weight_scale_2", "input_scale", "output_scale", "k_scale", "v_scale", "q_scale")
 SCALARS = ("input_scale", "weight_scale_2", "k_scale", "v_scale")
 
 
@@ -72,7 +73,7 @@ def lint(directory: Path) -> list[str]:
     findings += [PROMISED.format(what=what) for what in lacking(config, specs)]
     section = config.get("quantization_config")
     if section is None:
-        stray = [name for name in specs if name.endswith(("_scale", "_scale_2"))]
+        stray = [name for name in specs if name.endswith(SCALES)]
         findings += [f"error [config] {name}: a scale, but config.json has no quantization_config" for name in stray]
     elif section.get("quant_method") == "modelopt":
         findings += () if is_diffusion(config) else _config(directory, section)

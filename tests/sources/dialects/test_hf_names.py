@@ -119,14 +119,19 @@ def test_models_with_shared_experts_are_read(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
     ("kind", "field"),
-    [("Ernie4_5_Moe", "use_bias"), ("HunYuanMoEV1", "attention_bias"), ("Qwen3_5Moe", "attention_bias")],
+    [
+        ("Ernie4_5_Moe", "use_bias"),
+        ("HunYuanMoEV1", "attention_bias"),
+        ("Qwen3_5Moe", "attention_bias"),
+        ("DeepseekV2", "mlp_bias"),
+    ],
 )
 def test_models_with_names_of_their_own_are_read(kind: str, field: str, biased: bool, tmp_path: Path) -> None:
     model = decoder_families.build(f"{kind}ForCausalLM", tie_word_embeddings=False, **{field: biased})
     equal(raw(model, tmp_path), tmp_path / "saved")
 
 
-@pytest.mark.parametrize("kind", ["GraniteMoe", "GraniteMoeShared", "MiniMaxM2"])
+@pytest.mark.parametrize("kind", ["DeepseekV4", "GraniteMoe", "GraniteMoeShared", "MiniMaxM2"])
 def test_experts_that_have_other_names_in_memory_are_read(kind: str, tmp_path: Path) -> None:
     equal(raw(decoder_families.build(f"{kind}ForCausalLM"), tmp_path), tmp_path / "saved")
 

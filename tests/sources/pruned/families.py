@@ -16,8 +16,23 @@ _GLM4_MOE = {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2,
 _HYBRID = {"layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": _FOUR,
+    "DeepseekV2ForCausalLM": _FOUR
+    | {
+        "n_group": 2,
+        "num_experts_per_tok": 2,
+        "topk_method": "group_limited_greedy",
+        "mlp_bias": True,
+    },
     "DeepseekV32ForCausalLM": _FOUR | {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
     "DeepseekV3ForCausalLM": _FOUR | {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
+    "DeepseekV4ForCausalLM": _FOUR
+    | {
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 1,
+        "layer_types": [
+            f"{kind}_attention" for kind in ("sliding", "compressed_sparse", "heavily_compressed", "sliding")
+        ],
+    },
     "Dots1ForCausalLM": _FOUR | {"num_experts_per_tok": 2, "first_k_dense_replace": 2, "attention_bias": True},
     "Ernie4_5ForCausalLM": _FOUR | {"use_bias": True},
     "Ernie4_5_MoeForCausalLM": _FOUR | {"moe_layer_start_index": 1, "moe_layer_end_index": 2, "head_dim": 10},

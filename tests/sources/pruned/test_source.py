@@ -44,8 +44,13 @@ SHARED = {"moe_ffn": "no config has shared_ffn=44 with moe_ffn=28: it would be 2
 SCALED = dict.fromkeys(("hidden", "narrow", "all"), "embeddings are scaled by the square root of hidden")
 REFUSED: dict[str, dict[str, str]] = {
     "BertForMaskedLM": WIDTH_OVER_HEADS,
+    "DeepseekV2ForCausalLM": SHARED,
     "DeepseekV3ForCausalLM": SHARED | {"experts": "", "numbers": ""},
     "DeepseekV32ForCausalLM": SHARED,
+    "DeepseekV4ForCausalLM": {
+        **dict.fromkeys(("heads", "narrow", "all"), "no config has out_width=20 with "),
+        "moe_ffn": "no config has moe_ffn=28: it would be 80",
+    },
     "Dots1ForCausalLM": SHARED,
     "Ernie4_5_MoeForCausalLM": SHARED,
     "GPT2LMHeadModel": WIDTH_OVER_HEADS,
@@ -103,7 +108,8 @@ def test_pruned_is_silenced(family: str, cut: str) -> None:
     tokens = torch.arange(3, 40)[None]
     got = pruned.load_model()(tokens).logits
     assert torch.isfinite(got).all()
-    after_norms = family == "BertForMaskedLM"  # a norm follows each addition there, in a silenced layer too
+    # A norm follows each addition, in a silenced layer too; or such a layer still mixes its streams.
+    after_norms = family in ("BertForMaskedLM", "DeepseekV4ForCausalLM")
     whole_norms = family == "MiniMaxM2ForCausalLM"  # of all heads together: fewer heads have another length
     if cut in EXACT and not (after_norms and cut in ("layers", "numbers")) and not (whole_norms and "heads" in cut):
         want = silenced(model, pruned.kept)(tokens).logits
@@ -117,3 +123,9 @@ def test_a_field_that_the_class_reads_and_no_table_knows_is_refused(monkeypatch:
     source = open_source(model, config={"new": 1})
     with pytest.raises(PlanError, match=r"new is 1, which transformers' modeling_gpt2\.py reads"):
         plan_cut(source, {"layers": 3}, None)
+
+
+def test_experts_that_a_table_of_tokens_names_are_not_cut() -> None:
+    model = build("DeepseekV4ForCausalLM", torch.float32, num_hash_layers=1)
+    with pytest.raises(PlanError, match="tables of layers name experts by their numbers"):
+        plan_cut(open_source(model), {"experts": 4}, None)
