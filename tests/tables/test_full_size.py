@@ -109,6 +109,14 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
     "deepseek-v3.2": ("DeepseekV32ForCausalLM", {}),
     "glm-5": ("GlmMoeDsaForCausalLM", {}),
+    "mistral-small-4": ("Mistral4ForCausalLM", {}),
+    "minimax-m3": (
+        "MiniMaxM3VLForCausalLM",
+        {
+            "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57,
+            "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57,
+        },
+    ),
     "granite-3.0-3b-a800m": (
         "GraniteMoeForCausalLM",
         {
