@@ -154,6 +154,12 @@ STACKED: dict[str, dict[str, Any]] = {  # experts in one tensor
     "Llama4ForCausalLM": _TEXT | _LOCAL | {
         "intermediate_size_mlp": 88, "moe_layers": [1], "attention_chunk_size": 16, "no_rope_layers": [1, 0],
     },
+    "MiniMaxM3VLForCausalLM": _TEXT | _LOCAL | {
+        "dense_intermediate_size": 88, "shared_intermediate_size": 36, "index_n_heads": 2, "index_head_dim": 12,
+        "index_block_size": 8, "index_topk_blocks": 2, "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "Mistral4ForCausalLM": _MLA,
 }  # fmt: skip
 
 INDEXED = {  # what attention sees is chosen

@@ -41,7 +41,7 @@ def tiny_fields(architecture: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"num_hidden_layers": 2, "num_labels": 2 if "Answering" in architecture else 7}
     if architecture.startswith(("Qwen3Moe", "Qwen3_5Moe")):
         fields |= {"num_experts": 3, "num_experts_per_tok": 2}
-    if architecture.startswith(("DeepseekV2", "DeepseekV3", "Glm4Moe", "Dots1")):
+    if architecture.startswith(("DeepseekV2", "DeepseekV3", "Glm4Moe", "Dots1", "Mistral4")):
         fields |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
         fields |= {"first_k_dense_replace": 1, "n_shared_experts": 2}
     if architecture.startswith("DeepseekV4"):
@@ -56,7 +56,7 @@ def tiny_fields(architecture: str) -> dict[str, Any]:
         fields |= {"hidden_size": 256, "intermediate_size": 112, "num_local_experts": 3}
     if architecture.startswith("Llama4"):
         fields |= {"num_local_experts": 3, "moe_layers": [1], "intermediate_size": 128, "intermediate_size_mlp": 160}
-    if architecture.startswith("MiniMaxM2"):
+    if architecture.startswith(("MiniMaxM2", "MiniMaxM3")):
         fields |= {"num_local_experts": 3, "num_experts_per_tok": 2}
     if architecture.startswith("Nemotron"):
         fields |= {"num_key_value_heads": 8}  # transformers has a default that its own model cannot be built with

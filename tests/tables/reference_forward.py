@@ -36,13 +36,14 @@ class Formulas:
 
     `rotary`: how many values of a head turn, the first ones; 0: all. `nope`: how many do not where keys come from a
     latent; the others turn. `share`: what makes an expert's share of its score. `limit`: gate and up are clamped to
-    it, as in gpt-oss; 0: experts are gated as a dense MLP is. `chunks`: a window is a chunk, which sees nothing before
-    it. `unit_heads`: queries and keys that turn are divided by their root mean square; `temper`: those that do not grow
+    it, as in gpt-oss; 0: they are not. `chunks`: a window is a chunk, which sees nothing before it. `unit_heads`:
+    queries and keys that turn are divided by their root mean square; `temper`: those that do not, or of a latent, grow
     with the logarithm of the position, see Llama 4. `scales_input`: an expert's share multiplies what it reads. `seen`:
     how many positions an indexer chooses, `pairs`: whether its adjacent channels turn together, `chosen`: what the last
-    one did not choose. `key_heads`: those of a gated delta net. `bound`: gate and up are clamped to it, and gated as
-    without; `given`: the experts of each position, whatever their scores; `sinkhorn`: how often shares of residual
-    streams are divided by their sums, and what is added to them.
+    one did not choose. `key_heads`: those of a gated delta net. `blocks`: keys of a block, how many an indexer chooses,
+    and how many of the last it takes in any case. `bound`: gate and up are clamped to it, and gated as without;
+    `given`: the experts of each position, whatever their scores; `sinkhorn`: how often shares of residual streams are
+    divided by their sums, and what is added to them.
     """
 
     layers: int
@@ -74,6 +75,7 @@ class Formulas:
     pairs: bool = False
     chosen: list[Tensor] = field(default_factory=list)
     key_heads: int = 0
+    blocks: tuple[int, int, int] = (0, 0, 0)
     bound: float = math.inf
     given: Tensor | None = None
     sinkhorn: tuple[int, float] = (0, 0.0)
@@ -168,6 +170,8 @@ def _attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     if f.window[layer]:
         first = torch.arange(length)[:, None] % f.window[layer] + 1 if f.chunks else f.window[layer]
         hidden = hidden | (behind >= first)
+    if ("attn.index.q.weight", layer, None) in roles:
+        hidden = hidden | _not_in_blocks(roles, f, layer, x).repeat_interleave(share, 0)
     scores = scores.masked_fill(hidden, -math.inf)
     if ("attn.sink.bias", layer, None) in roles:
         sink = roles["attn.sink.bias", layer, None][:, None, None].expand(-1, length, 1)
@@ -178,6 +182,22 @@ def _attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     if ("attn.gate.weight", layer, None) in roles:
         y = y * _linear(roles, "attn.gate", layer, x).sigmoid()
     return _linear(roles, "attn.o", layer, y)
+
+
+def _not_in_blocks(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
+    """The indexer of MiniMax M3: keys that are in none of the blocks with the highest scores; head, query, key."""
+    size, count, local = f.blocks
+    length = len(x)
+    k = _norm(roles, "attn.index.k_norm", layer, _linear(roles, "attn.index.k", layer, x), f)
+    q = _linear(roles, "attn.index.q", layer, x).view(length, -1, k.shape[-1]).transpose(0, 1)
+    q = _rotate(_norm(roles, "attn.index.q_norm", layer, q, f), f.theta[layer], f.rotary)
+    position = torch.arange(length)
+    scores = (q @ _rotate(k, f.theta[layer], f.rotary).T).masked_fill(position > position[:, None], -math.inf)
+    blocks = torch.stack([part.amax(-1) for part in scores.split(size, -1)], -1)  # head, query, block
+    behind = position[:, None] // size - torch.arange(blocks.shape[-1])
+    blocks = blocks.masked_fill((behind >= 0) & (behind < local), math.inf)
+    chosen = blocks.topk(min(count, blocks.shape[-1])).indices
+    return torch.ones_like(blocks, dtype=torch.bool).scatter(-1, chosen, False)[..., position // size]
 
 
 def _delta_net(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
@@ -213,9 +233,14 @@ def _like_llama4(f: Formulas, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor,
     """Heads of one length after RoPE; without RoPE, queries that grow with their position."""
     if f.theta[layer]:
         return (q, k) if not f.unit_heads else (_even(q, f.eps), _even(k, f.eps))
+    return _tempered(f, q, first=1), k
+
+
+def _tempered(f: Formulas, q: Tensor, first: int) -> Tensor:
+    """Queries that grow with their position, which is `first` for the first."""
     floor, scale = f.temper
-    position = torch.arange(1, q.shape[1] + 1, dtype=q.dtype)
-    return q * (torch.log1p((position / floor).floor()) * scale + 1)[:, None], k
+    position = torch.arange(first, first + q.shape[1], dtype=q.dtype)
+    return q * (torch.log1p((position / floor).floor()) * scale + 1)[:, None]
 
 
 def _even(x: Tensor, eps: float) -> Tensor:
@@ -239,7 +264,7 @@ def _latent_attention(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tenso
     turned = _rotate(_halves(shrunk[:, rank:]), f.theta[layer]).expand(f.heads, -1, -1)
     k = torch.cat([k, turned], -1)
     q = torch.cat([q[..., : f.nope], _rotate(_halves(q[..., f.nope :]), f.theta[layer])], -1)
-    scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+    scores = _tempered(f, q, first=0) @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
     hidden = torch.arange(length)[:, None] < torch.arange(length)[None, :]
     if f.seen:
         latent = _norm(roles, "mla.q_a_norm", layer, _linear(roles, "mla.q_a", layer, x), inner)
@@ -273,17 +298,17 @@ def _mlp(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
         return _experts(roles, f, layer, x)
     if ("mlp.fc1.weight", layer, None) in roles:
         return _linear(roles, "mlp.fc2", layer, act(_linear(roles, "mlp.fc1", layer, x)))
-    gated = act(_linear(roles, "mlp.gate", layer, x)) * _linear(roles, "mlp.up", layer, x)
-    return _linear(roles, "mlp.down", layer, gated)
+    return _gated(roles, f, "mlp", layer, x)
 
 
-def _clamped(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * gate * (1.702 * gate).sigmoid()
-
-
-def _gated(f: Formulas, gate: Tensor, up: Tensor) -> Tensor:
-    return ACTIVATIONS[f.activation](gate.clamp(max=f.bound)) * up.clamp(-f.bound, f.bound)
+def _gated(roles: Roles, f: Formulas, role: str, layer: int, x: Tensor, expert: int | None = None) -> Tensor:
+    gate, up = (_linear(roles, f"{role}.{name}", layer, x, expert) for name in ("gate", "up"))
+    if f.limit:
+        gate, up = gate.clamp(max=f.limit), up.clamp(-f.limit, f.limit)
+        inner = (up + 1) * gate * (1.702 * gate).sigmoid()
+    else:
+        inner = ACTIVATIONS[f.activation](gate.clamp(max=f.bound)) * up.clamp(-f.bound, f.bound)
+    return _linear(roles, f"{role}.down", layer, inner, expert)
 
 
 def _experts(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
@@ -296,16 +321,12 @@ def _experts(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     share = share * f.share_scale
     out = torch.zeros_like(x)
     if ("moe.shared.gate.weight", layer, None) in roles:
-        gated = _gated(f, *(_linear(roles, f"moe.shared.{name}", layer, x) for name in ("gate", "up")))
-        out = _linear(roles, "moe.shared.down", layer, gated)
+        out = _gated(roles, f, "moe.shared", layer, x)
     if ("moe.shared.router.weight", layer, None) in roles:
         out = out * _linear(roles, "moe.shared.router", layer, x).sigmoid()
     for position in range(len(x)):
         for weight, expert in zip(share[position], chosen[position].tolist(), strict=True):
             row = x[position : position + 1] * (weight if f.scales_input else 1)
-            gate = _linear(roles, "moe.gate", layer, row, expert)
-            up = _linear(roles, "moe.up", layer, row, expert)
-            gated = _clamped(gate, up, f.limit) if f.limit else _gated(f, gate, up)
-            part = _linear(roles, "moe.down", layer, gated, expert)[0]
+            part = _gated(roles, f, "moe", layer, row, expert)[0]
             out[position] += part if f.scales_input else weight * part
     return out

@@ -115,6 +115,14 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3.2": ("DeepseekV32ForCausalLM", {}),
     "deepseek-v4-flash": ("DeepseekV4ForCausalLM", {}),
     "glm-5": ("GlmMoeDsaForCausalLM", {}),
+    "mistral-small-4": ("Mistral4ForCausalLM", {}),
+    "minimax-m3": (
+        "MiniMaxM3VLForCausalLM",
+        {
+            "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57,
+            "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57,
+        },
+    ),
     "granite-3.0-3b-a800m": (
         "GraniteMoeForCausalLM",
         {

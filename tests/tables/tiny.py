@@ -70,6 +70,20 @@ _DEEPSEEK_V4 = {key: value for key, value in _LLAMA.items() if key != "num_key_v
     "layer_types": ["compressed_sparse_attention", "sliding_attention", "heavily_compressed_attention"],
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 15}, "num_hash_layers": 1,
 }  # fmt: skip
+_MISTRAL4 = _DEEPSEEK | {
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {  # plain rotary positions: the class computes no others, and YaRN by 1 is none
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 1.0, "original_max_position_embeddings": 9,
+        "llama_4_scaling_beta": 0.4,
+    },
+}  # fmt: skip
+_MINIMAX_M3 = _LLAMA | {
+    "intermediate_size": 28, "dense_intermediate_size": 80, "shared_intermediate_size": 36, "num_local_experts": 5,
+    "num_experts_per_tok": 2, "index_n_heads": 2, "index_head_dim": 12, "index_block_size": 7, "index_topk_blocks": 3,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "swiglu_limit": 0.7,
+    "mlp_layer_types": ["sparse", "dense", "sparse"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6},
+}  # fmt: skip
 _MINIMAX_M2 = _LLAMA | {
     "intermediate_size": 28, "num_local_experts": 5, "num_experts_per_tok": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6},
@@ -161,12 +175,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", _GLM_DSA),
     "glm_moe_dsa-biases": ("GlmMoeDsaForCausalLM", _DEEPSEEK_V32 | {"attention_bias": True}),
+    "mistral4": ("Mistral4ForCausalLM", _MISTRAL4),
+    "mistral4-plain": ("Mistral4ForCausalLM", _MISTRAL4 | {"q_lora_rank": None, "attention_bias": True}),
     "granitemoe": ("GraniteMoeForCausalLM", _GRANITE),
     "granitemoe-biases": ("GraniteMoeForCausalLM", _GRANITE | {"attention_bias": True}),
     "granitemoe-shared": ("GraniteMoeSharedForCausalLM", _GRANITE | {"shared_intermediate_size": 36}),
     "llama4": ("Llama4ForCausalLM", _LLAMA4),
     "llama4-biases": ("Llama4ForCausalLM", _LLAMA4 | {"attention_bias": True, "use_qk_norm": False}),
     "minimax_m2": ("MiniMaxM2ForCausalLM", _MINIMAX_M2),
+    "minimax_m3": ("MiniMaxM3VLForCausalLM", _MINIMAX_M3),
     "qwen3_5": ("Qwen3_5ForCausalLM", _QWEN3_5),
     "qwen3_5-biases": ("Qwen3_5ForCausalLM", _QWEN3_5 | {"attention_bias": True}),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", _QWEN3_5_MOE),
@@ -279,7 +296,7 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
         more |= {"attention_cap": config["attn_logit_softcapping"], "final_cap": config["final_logit_softcapping"]}
     if family == "gemma3":
         theta = tuple(float(config["rope_parameters"][kind]["rope_theta"]) for kind in kinds)
-    if family in ("deepseek", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "dots1"):
+    if family in ("deepseek", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "dots1", "mistral4"):
         more = {"nope": config.get("qk_nope_head_dim", 0), "top_k": config["num_experts_per_tok"]}
         more |= {"share": "sigmoid", "share_scale": config["routed_scaling_factor"]}
     if family in ("deepseek_v32", "glm_moe_dsa"):
@@ -290,10 +307,17 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
     if family == "deepseek_v2":
         more = {"nope": config["qk_nope_head_dim"], "top_k": config["num_experts_per_tok"], "renormalize": False}
         more |= {"share_scale": config["routed_scaling_factor"]}
+    if family == "mistral4":
+        rope = config["rope_parameters"]
+        more |= {"share": "softmax", "temper": (rope["original_max_position_embeddings"], rope["llama_4_scaling_beta"])}
     if family == "granitemoe":
         more = _granite(config)
     if family == "minimax_m2":
         more = {"top_k": config["num_experts_per_tok"], "share": "sigmoid", "rotary": int(config["head_dim"] * 0.6)}
+    if family == "minimax_m3":
+        more = {"top_k": config["num_experts_per_tok"], "share": "sigmoid", "rotary": int(config["head_dim"] * 0.6)}
+        more |= {"share_scale": config["routed_scaling_factor"], "limit": config["swiglu_limit"]}
+        more |= {"blocks": tuple(config[f"index_{name}"] for name in ("block_size", "topk_blocks", "local_blocks"))}
     if family == "llama4":
         window, theta, more = _llama4(config, theta)
     if family == "glm4_moe":

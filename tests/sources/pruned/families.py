@@ -49,6 +49,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama4ForCausalLM": _FOUR | {"moe_layers": [1, 3], "no_rope_layers": [1, 0, 1, 1], "attention_bias": True},
     "LlamaForCausalLM": _FOUR | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "MiniMaxM2ForCausalLM": _FOUR | {"attn_type_list": [1] * 4},
+    "MiniMaxM3VLForCausalLM": _FOUR
+    | {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+    },
+    "Mistral4ForCausalLM": _FOUR | {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
     "MistralForCausalLM": _FOUR,
     "MixtralForCausalLM": _FOUR,
     "NemotronForCausalLM": _FOUR,

@@ -65,6 +65,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "hidden": "no config has head_dim=10 with hidden=48: it would be 8",
     },
     "Llama4ForCausalLM": {"moe_ffn": "no config has moe_ffn=28: it would be 80"},
+    "MiniMaxM3VLForCausalLM": {"kv_heads": "each head of an indexer chooses for the query heads of one key head"},
+    "Mistral4ForCausalLM": SHARED,
     "HunYuanMoEV1ForCausalLM": {"moe_ffn": "no config has shared_ffn=80 with moe_ffn=28: it would be 28"},
 }
 
