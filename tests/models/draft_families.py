@@ -42,6 +42,11 @@ NEMOTRON: dict[str, Any] = SIZES | {
     "n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "moe_shared_expert_intermediate_size": 32,
 }  # fmt: skip
+MIMO_V2: dict[str, Any] = SIZES | {
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "v_head_dim": 8,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"],
+}  # fmt: skip
 SHAPES = {
     **dict.fromkeys(("eh_proj", "fc", "mtp_linear_proj.0", "input_proj"), (32, 64)),
     **dict.fromkeys(("shared_head.head", "embed_tokens"), (64, 32)),
@@ -140,6 +145,10 @@ FAMILIES: dict[str, Callable[[Path], Tensors]] = {
     "qwen3_5": lambda at: _qwen(at, transformers.Qwen3_5TextConfig(**QWEN), "mtp_num_hidden_layers"),
     "ernie4_5": _ernie,
     "mimo": _mimo,
+    "mimo_v2_flash": lambda at: saved(
+        at, transformers.MiMoV2FlashConfig(**MIMO_V2), KEY, "model.layers.0.", "model.mtp.layers.0.",
+        {"model.mtp.layers.0.": ("eh_proj", "enorm", "hnorm", "final_layernorm")},
+    ),
     "nemotron_h": lambda at: saved(
         at, transformers.NemotronHConfig(**NEMOTRON), KEY, "backbone.layers.1.", "mtp.layers.0.",
         {"mtp.layers.0.": ("eh_proj", "enorm", "hnorm", "final_layernorm")},
