@@ -24,7 +24,7 @@ from bridge.targets.dcp.steps import Drafting
 from bridge.targets.dialect_steps import with_drafts
 
 STATE = "._extra_state"
-LINEARS = ("linear_", "eh_proj")  # how modules of the local spec that have a state begin
+LINEAR = ("linear_", "eh_proj")  # how modules of the local spec that have a state begin
 CORE = "core_attention"  # has a state in Transformer Engine, but no weights
 EXPERTS = ".experts.experts."
 _LAYER = re.compile(r"^(.*\b)layers\.(?:\d+\.)?")
@@ -93,7 +93,7 @@ def extra_states(plan: Plan) -> list[str]:
 def _has_state(state: str, spec: str, ignored: Mapping[str, str]) -> bool:
     """True if Megatron's table lists the state and the spec has it; no load reads the head's."""
     known = _LAYER.sub(r"\1layers.{l}.", state) in ignored and not state.startswith("output_layer")
-    return known and (spec == "te" or state.split(".")[-2].startswith(LINEARS))
+    return known and (spec == "te" or state.split(".")[-2].startswith(LINEAR))
 
 
 def _shards(slab: Slab, experts: int) -> Iterator[str]:
