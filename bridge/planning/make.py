@@ -87,7 +87,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
         scheme = inputs.scheme and inputs.scheme.name
         where = f"{inputs.structure.architecture} to {inputs.target.name}, scheme {scheme}"
         raise PlanError(_all(drafted.problems, where))
-    plan = _sized(inputs, drafted.steps, drafted.dropped)
+    plan = _sized(inputs, drafted)
     return replace(plan, notes=(*plan.notes, *drafted.notes), disk=plan.disk + drafted.disk)
 
 
@@ -117,9 +117,10 @@ def _drafted(inputs: PlanInputs, formats: Mapping[str, Format | str]) -> Drafted
     if scheme and scheme.kv:
         problems += [(CACHE, why) for why in [target.why_kv_unsupported(scheme.kv, structure, inputs.options)] if why]
     read = {part.source for step in steps for part in step.inputs}
-    lost = [name for name in source.specs if name not in read and name not in structure.tied and name not in dropped]
+    elsewhere = {*structure.tied, *dropped, *drafted.copies}
+    lost = [name for name in source.specs if name not in read and name not in elsewhere]
     problems += [(name, f"target {target.name} does not write this tensor") for name in lost]
-    return Drafted(steps, dropped, problems, drafted.notes, drafted.disk)
+    return replace(drafted, steps=steps, dropped=dropped, problems=problems)
 
 
 def _methods(inputs: PlanInputs) -> tuple[str, ...]:
@@ -128,8 +129,9 @@ def _methods(inputs: PlanInputs) -> tuple[str, ...]:
     return tuple(methods(inputs.options)) if methods else ()
 
 
-def _sized(inputs: PlanInputs, steps: list[Step], dropped: dict[str, str]) -> Plan:
+def _sized(inputs: PlanInputs, drafted: Drafted) -> Plan:
     source, structure, target, scheme = inputs.source, inputs.structure, inputs.target, inputs.scheme
+    steps, dropped = drafted.steps, drafted.dropped
     own = {name for name in source.side_files if any(fnmatchcase(name, glob) for glob in (*target.writes, *WRITES))}
     untied = {output.spec.name for step in steps for output in step.outputs if output.part == "weight"}
     untied |= {step.site.weight for step in steps if step.site and step.format}
@@ -143,7 +145,7 @@ def _sized(inputs: PlanInputs, steps: list[Step], dropped: dict[str, str]) -> Pl
         options=asdict(inputs.options),
         sources=dict(source.specs),
         steps=tuple(steps),
-        tied={alias: name for alias, name in structure.tied.items() if alias not in untied},
+        tied={alias: name for alias, name in structure.tied.items() if alias not in untied} | drafted.copies,
         untied={alias: name for alias, name in structure.tied.items() if alias in untied},
         dropped=dropped
         | {name: f"side file: {target.name} writes its own" for name in source.side_files if name in own},

@@ -24,6 +24,7 @@ from bridge.core.output.journal import check_joined
 from bridge.core.progress import BYTES
 from bridge.core.remote.readers import readers
 from bridge.core.values import TensorSpec
+from bridge.planning.drafts import drafts_among
 from bridge.planning.memory import PIECE, working_set
 from bridge.planning.plan import Output, Step
 from bridge.quant.codec.arrays import Array
@@ -290,6 +291,11 @@ def _check_ties(context: ConversionContext) -> None:
     for alias, canonical in (plan.tied | plan.untied).items():
         specs = plan.sources
         if {alias, canonical} <= set(specs) and not equal_bits(source, specs[alias], source, specs[canonical]):
+            if drafts_among([alias], source.config):
+                raise SourceError(
+                    f"{alias} and {canonical} differ: target {plan.target} has one tensor for both, with which "
+                    "the draft layer would draft other tokens; use drafts='drop' (--drafts drop)"
+                )
             raise SourceError(
                 f"{alias} and {canonical} differ, but the config ties them: which one is meant?\n"
                 '  hint   "tie_word_embeddings": false in config.json, or in config=, keeps both'

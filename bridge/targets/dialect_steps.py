@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from bridge.core.errors import PlanError
 from bridge.core.text import pattern
 from bridge.core.values import Format, Site, Slice
+from bridge.planning.drafts import check_choice, drafts_among
 from bridge.planning.target import Draft, Drafted
+from bridge.quant.schemes.scheme import Scheme
 from bridge.tables.architectures.match import Matched
 from bridge.tables.architectures.meaning import malformed_rope, not_followed, not_known
+from bridge.tables.architectures.structure import match_table
 from bridge.tables.dialects.dialect import Dialect, DialectRow
 from bridge.tables.dialects.layout import Roles, lay_out, locate, roles_by_layer
 from bridge.tables.expressions.grammar import Call
@@ -21,17 +25,59 @@ ANY_CLASS = "targets hf and trt need no layout"  # what to do where a dialect ha
 
 
 @dataclass(frozen=True)
+class WrittenDrafts:
+    """Draft layers among the layers of a match, from number `first` on, which is how many others there are.
+
+    `own`: tensors that only they have -> their names here. `shared`: theirs -> the model's, which stands for both here.
+    """
+
+    first: int
+    count: int = 0
+    own: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_DRAFTS = WrittenDrafts(1 << 31)
+
+
+def chosen_drafts(choice: str | None, scheme: Scheme | None, why_not: str) -> str | None:
+    """The option `drafts` of a target: they are kept unless it has no place for them, for the reason `why_not`."""
+    if choice:
+        check_choice(choice, scheme)
+    if choice in ("keep", "quantize") and why_not:
+        raise PlanError(f"{why_not}; use drafts='drop' (--drafts drop)")
+    return choice or (None if why_not else "keep")
+
+
+def with_drafts(draft: Draft, dialect: Dialect, matched: Matched) -> tuple[Matched, WrittenDrafts]:
+    """The match that has written draft layers among its layers, and these."""
+    first = int(str(matched.names["layers"]))
+    rows = {row.within: name for name, row in dialect.draft_rows(matched.architecture).items()}
+    written = drafts_among((name for name in draft.specs if name not in draft.structure.ignored), draft.config)
+    if not written:
+        return matched, WrittenDrafts(first)
+    before = first if dialect.draft_layers else 0
+    named = {name: (rows[within], layer - before) for name, (layer, within) in written.items() if within in rows}
+    own = {name: at.format(l=layer) for name, (at, layer) in named.items() if "{l}" in at}
+    by_row = {row.name: row.roles for row in dialect.rows}
+    of_role = {entry.roles: name for name, (entry, layer, _) in matched.placed.items() if layer is None}
+    tied = next(iter(matched.tied.values()), "")
+    shared = {name: of_role.get(by_row[at], tied) for name, (at, _) in named.items() if "{l}" not in at}
+    count = max(layer for layer, _ in written.values()) + 1
+    rest = {name: spec for name, spec in draft.specs.items() if name not in named}
+    whole = match_table({**draft.config, "num_hidden_layers": count}, rest)
+    return whole, WrittenDrafts(first, count - first, own, shared)
+
+
+@dataclass(frozen=True)
 class Placed:
     """A row's tensor of one layer (None: of the model): rectangles of source tensors, and how to read them."""
 
     row: DialectRow
     layer: int | None
+    name: str
     blocks: Blocks
     slices: tuple[Slice, ...]
-
-    @property
-    def name(self) -> str:
-        return self.row.name.replace("{l}", str(self.layer))
 
     @property
     def shift(self) -> int:
@@ -47,6 +93,7 @@ class DialectDrafting:
     draft: Draft
     dialect: Dialect
     matched: Matched
+    drafts: WrittenDrafts = NO_DRAFTS
 
     def __post_init__(self) -> None:
         self._roles: Roles = locate(self.matched)
@@ -57,7 +104,11 @@ class DialectDrafting:
         unlike = not_followed(matched.table, architecture, matched.config, self.dialect.followed(architecture))
         wrong = [*malformed_rope(matched.config), *unlike]
         note = not_known(matched.table, architecture, matched.config)
-        self._drafted = Drafted(problems=[("config.json", text) for text in wrong], notes=[note] * bool(note))
+        self._drafted = Drafted(
+            copies=dict(self.drafts.shared),
+            problems=[("config.json", text) for text in wrong],
+            notes=[note] * bool(note),
+        )
 
     def _rows(self, head: bool) -> Iterator[tuple[DialectRow, int | None]]:
         """Yield every row with its layer; without `head` the output head is left out."""
@@ -85,7 +136,7 @@ class DialectDrafting:
             why = f"is one tensor here, but its parts are {' and '.join(dtypes)}; save them in one dtype"
             self._problem(row, layer, why)
             return None
-        return Placed(row, layer, blocks, slices)
+        return Placed(row, layer, self._named(row, layer), blocks, slices)
 
     def _sites_of(self, placed: Placed) -> tuple[list[Site], Format | None] | None:
         """The sites that a tensor is of, and their format if they are quantized; None if they have several formats."""
@@ -105,6 +156,9 @@ class DialectDrafting:
         head = self._roles.get(("head.weight", None, None), ())
         if head and head[0].module in self._quantized:
             self._drafted.problems.append((head[0].module, why))
+
+    def _named(self, row: DialectRow, layer: int | None) -> str:
+        return self.dialect.as_draft(row.name.replace("{l}", str(layer)), self.drafts.first)
 
     def _experts(self, row: DialectRow) -> int:
         """Number of matrices in a stack, 0 if the row is not a stack."""
@@ -126,6 +180,6 @@ class DialectDrafting:
         for (role, role_layer, _), blocks in self._roles.items():
             if role_layer == layer and role in row.roles:
                 self._drafted.dropped |= {block.source: text for block in blocks}
-        problem = (row.name.replace("{l}", str(layer)), text)
+        problem = (self._named(row, layer), text)
         if problem not in self._drafted.problems:
             self._drafted.problems.append(problem)

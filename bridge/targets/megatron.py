@@ -13,7 +13,7 @@ from bridge.core.values import Program, Structure
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import option, write_checkpoint
-from bridge.targets.dcp.target import HELP, DcpTarget, written_config
+from bridge.targets.dcp.target import DRAFTS, HELP, DcpTarget, written_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +38,7 @@ class MegatronOptions:
     vocab_multiple: int = option(128, "pad the vocabulary to a multiple of this, times the ranks that share it")
     spec: str = option(SPECS[0], "layer spec whose modules get _extra_state: te or local")
     dtype: str | None = option(None, HELP)
+    drafts: str | None = option(None, DRAFTS.format("its model"))
 
 
 class Megatron(DcpTarget):

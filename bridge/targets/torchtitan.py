@@ -13,7 +13,7 @@ from bridge.planning.target import Draft, Drafted
 from bridge.sources.config_json import as_given
 from bridge.tables.architectures.meaning import FULL, INSTEAD, window_of
 from bridge.targets.checkpoint import option, write_checkpoint
-from bridge.targets.dcp.target import HELP, DcpTarget, written_config
+from bridge.targets.dcp.target import DRAFTS, HELP, DcpTarget, written_config
 
 if TYPE_CHECKING:
     from bridge.planning.plan import Plan
@@ -33,6 +33,7 @@ class TorchtitanOptions:
 
     era: str = option(ERAS[0], f"tensor names of torchtitan {' or '.join(ERAS)}")
     dtype: str | None = option(None, HELP)
+    drafts: str | None = option(None, DRAFTS.format("torchtitan's model"))
 
 
 class Torchtitan(DcpTarget):
@@ -57,6 +58,12 @@ class Torchtitan(DcpTarget):
             raise UsageError(f"era {options.era!r} is unknown; known: {', '.join(ERAS)}")
         return super().resolve(options, structure, scheme, specs)
 
+    def why_no_drafts(self, known: bool, options: TorchtitanOptions) -> str:
+        old = str(options.era) != ERAS[0]
+        return (
+            f"torchtitan {options.era} has no draft layers" if known and old else super().why_no_drafts(known, options)
+        )
+
     def next_command(self, plan: Plan) -> str:
         return "./run_train.sh --checkpoint.enable --checkpoint.initial_load_path {out} ..."
 
@@ -64,11 +71,13 @@ class Torchtitan(DcpTarget):
         from bridge.tables.architectures.structure import match_table
         from bridge.tables.dialects.dialect import load_dialect
         from bridge.targets.dcp.steps import Drafting
+        from bridge.targets.dialect_steps import with_drafts
 
         matched, dialect = match_table(draft.config, draft.specs), load_dialect(self.name)
         era, layout = str(draft.options.era), dialect.architectures.get(matched.architecture, "")
         also = () if era == ERAS[0] else ("", layout)
-        drafted = Drafting(draft, dialect, matched, also=also, biased=True).drafted()
+        whole, drafts = with_drafts(draft, dialect, matched)
+        drafted = Drafting(draft, dialect, whole, drafts, also=also, biased=True).drafted()
         window = window_of(draft.config, MISTRAL_WINDOW)
         if matched.architecture.startswith("Mistral") and window:
             give = as_given({"sliding_window": None})

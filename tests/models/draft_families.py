@@ -42,8 +42,13 @@ NEMOTRON: dict[str, Any] = SIZES | {
     "n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "moe_shared_expert_intermediate_size": 32,
 }  # fmt: skip
+MIMO_V2: dict[str, Any] = SIZES | {
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "v_head_dim": 8,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"],
+}  # fmt: skip
 SHAPES = {
-    **dict.fromkeys(("eh_proj", "fc", "mtp_linear_proj.0"), (32, 64)),
+    **dict.fromkeys(("eh_proj", "fc", "mtp_linear_proj.0", "input_proj"), (32, 64)),
     **dict.fromkeys(("shared_head.head", "embed_tokens"), (64, 32)),
 }
 
@@ -72,6 +77,39 @@ def write(at: Path, tensors: Tensors, config: dict[str, Any]) -> None:
     (at / "config.json").write_text(json.dumps(config))
 
 
+@torch.no_grad()
+def drafted_by_transformers(directory: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the draft layer after the last: transformers' own layer between what only draft layers have."""
+    tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
+    last = config["num_hidden_layers"]
+    names = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens")
+    own = {name: tensors.pop(f"model.layers.{last}.{name}.weight") for name in names}
+    write(directory / "whole", tensors, config | {"num_hidden_layers": last + 1})
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory / "whole", attn_implementation="eager").eval()
+    drafts, model.model.layers = model.model.layers[last], model.model.layers[:last]
+    next_ids = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
+    parts = [own["embed_tokens"][next_ids], own["enorm"]], [model.model(ids).last_hidden_state, own["hnorm"]]
+    joined = torch.cat([normed(x, weight, config["rms_norm_eps"]) for x, weight in parts], -1) @ own["eh_proj"].T
+    positions = torch.arange(ids.shape[1])[None]
+    mask = torch.full((1, 1, *[ids.shape[1]] * 2), -torch.inf).triu(1)
+    out = drafts(joined, attention_mask=mask, position_embeddings=model.model.rotary_emb(joined, positions))
+    hidden = normed(out[0] if isinstance(out, tuple) else out, own["shared_head.norm"], config["rms_norm_eps"])
+    return hidden @ own["shared_head.head"].T
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def with_copies(directory: Path) -> Tensors:
+    """Make embedding and head of the draft layer those of the model, as the hub's are; return all tensors."""
+    tensors = load_file(directory / "model.safetensors")
+    for end, name in (("embed_tokens.weight", "model.embed_tokens.weight"), ("head.head.weight", "lm_head.weight")):
+        tensors |= {own: tensors[name].clone() for own in tensors if own.endswith(end) and own != name}
+    write(directory, tensors, json.loads((directory / "config.json").read_text()))
+    return tensors
+
+
 def _after_last(at: Path, config: Any) -> Tensors:
     joining = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens")
     return saved(at, config, KEY, "model.layers.1.", "model.layers.2.", {"model.layers.2.": joining})
@@ -90,12 +128,27 @@ def _ernie(at: Path) -> Tensors:
     return saved(at, config, KEY, "model.layers.0.", "model.mtp_block.0.", {"model.": joining})
 
 
+def _mimo(at: Path) -> Tensors:
+    """Qwen2's model under a class that transformers has not; names are those of vLLM 0.33's `mimo_mtp.py`."""
+    joining = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    config = transformers.Qwen2Config(**SIZES, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    drafts = saved(at, config, KEY, "model.layers.1.", "model.mtp_layers.0.", {"model.mtp_layers.0.": joining})
+    own = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    write(at, load_file(at / "model.safetensors"), json.loads((at / "config.json").read_text()) | own)
+    return drafts
+
+
 FAMILIES: dict[str, Callable[[Path], Tensors]] = {
     "deepseek_v3": lambda at: _after_last(at, transformers.DeepseekV3Config(**DEEPSEEK)),
     "glm4_moe": lambda at: _after_last(at, transformers.Glm4MoeConfig(**GLM)),
     "qwen3_next": lambda at: _qwen(at, transformers.Qwen3NextConfig(**QWEN, **MOE), KEY),
     "qwen3_5": lambda at: _qwen(at, transformers.Qwen3_5TextConfig(**QWEN), "mtp_num_hidden_layers"),
     "ernie4_5": _ernie,
+    "mimo": _mimo,
+    "mimo_v2_flash": lambda at: saved(
+        at, transformers.MiMoV2FlashConfig(**MIMO_V2), KEY, "model.layers.0.", "model.mtp.layers.0.",
+        {"model.mtp.layers.0.": ("eh_proj", "enorm", "hnorm", "final_layernorm")},
+    ),
     "nemotron_h": lambda at: saved(
         at, transformers.NemotronHConfig(**NEMOTRON), KEY, "backbone.layers.1.", "mtp.layers.0.",
         {"mtp.layers.0.": ("eh_proj", "enorm", "hnorm", "final_layernorm")},

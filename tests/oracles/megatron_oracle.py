@@ -95,6 +95,13 @@ def drafted(name: str, spec: str) -> list[str]:
     return found
 
 
+def drafts(directory: Path, name: str, spec: str = "te", saves: bool = False) -> np.ndarray:
+    """Logits of a layer that predicts one token more: of a model that is saved to a torch_dist directory, or loaded
+    from one, every tensor of it.
+    """
+    return np.asarray(_ask(1, 1, megatron_process.drafts, name, str(directory), spec, saves)[0])
+
+
 def quantized(directory: Path, name: str, scheme: str = "FP8_DEFAULT_CFG") -> dict[str, np.ndarray]:
     """Write Megatron-Bridge's directory of the family quantized by ModelOpt, calibrated on its ids; return the amax
     that ModelOpt holds, by the names of the local spec.

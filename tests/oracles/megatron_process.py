@@ -232,6 +232,28 @@ def drafted(name: str, spec: str) -> list[str]:
     return sorted(with_it - without)
 
 
+@torch.no_grad()
+def drafts(name: str, directory: str, spec: str, saves: bool) -> np.ndarray:
+    """Logits of a layer that predicts one token more; the model is saved, or loaded strictly."""
+    from megatron.core import dist_checkpointing
+
+    model = build(EVERY[name], spec, drafting=True)
+    fill(model, sum(map(ord, name)))
+    if saves:
+        Path(directory).mkdir(parents=True)
+        dist_checkpointing.save({"model": _sharded(model, "", "stacked"), "checkpoint_version": 3.0}, directory)
+    else:
+        for tensor in model.parameters():
+            tensor.fill_(float("nan"))
+        load(model, directory, strict="raise_all" if spec == "local" else "assume_ok_unexpected")
+    ids, found = _ids(), []
+    model.mtp.register_forward_hook(lambda _module, _args, out: found.append(out))
+    positions, mask = torch.arange(ids.shape[1]).expand_as(ids), torch.ones(1, 1, *[ids.shape[1]] * 2).triu(1).bool()
+    model(ids, positions, mask, labels=ids)
+    hidden = found[0].chunk(2)[1]  # of the model, of the layer that drafts; tokens, batch, hidden
+    return np.asarray(model.output_layer(hidden)[0].transpose(0, 1)[..., :VOCAB])
+
+
 def _keys(model: Any) -> set[str]:
     return {part.key for part in _sharded(model, "", "stacked").values()}
 

@@ -65,6 +65,11 @@ def family(name: str, era: str = "0.3") -> Made:
     return Made(era, name, EVERY[name], native, hf, ids, logits)
 
 
+def drafts_from_hf(state: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], list[str]]:
+    """The tensors of a DeepSeek-V3 with one draft layer by torchtitan 0.3's adapter, and the names of its own state."""
+    return _process("0.3").submit(torchtitan_process.drafts_from_hf, state).result()
+
+
 @functools.cache
 def _process(era: str) -> ProcessPoolExecutor:
     pool = ProcessPoolExecutor(1, processes(), torchtitan_process.start, (era,))

@@ -148,6 +148,17 @@ def from_hf(era: str, name: str, state: dict[str, np.ndarray]) -> dict[str, np.n
     return _arrays(adapter.from_hf({key: torch.from_numpy(array) for key, array in state.items()}))
 
 
+def drafts_from_hf(state: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], list[str]]:
+    """The adapter's tensors of a DeepSeek-V3 with one draft layer, and the names of the model's own state."""
+    from torchtitan.models import deepseek_v3
+
+    config = _config_03("deepseek_v3")
+    config.mtp_layers = deepseek_v3._build_mtp_layers(config.layers[-1], dim=F.DIM, num_mtp_layers=1)
+    adapter = _adapter("0.3", "deepseek_v3")(config, None)
+    made = adapter.from_hf({key: torch.from_numpy(array) for key, array in state.items()})
+    return _arrays(made), sorted(config.build().state_dict())
+
+
 def _biases(name: str, model: Any) -> list[tuple[str, torch.Tensor]]:
     """The router's correction is a buffer, which a checkpoint holds; where transformers has none it stays zero."""
     if name in ("qwen3-moe", "gpt_oss", "llama4"):

@@ -160,7 +160,7 @@ def test_quantized_draft_layers_have_torchs_codes_and_are_not_listed(family: str
     written, ignored = load_file(tmp_path / "out" / "model.safetensors"), config_of(tmp_path / "out")
     ignored = ignored["quantization_config"]["ignore"]
     quantized = {n.removesuffix(".weight"): t for n, t in drafts.items() if n.endswith("_proj.weight") and t.ndim == 2}
-    joining = {m: quantized.pop(m) for m in [*quantized] if m.endswith("eh_proj")}
+    joining = {m: quantized.pop(m) for m in [*quantized] if m.endswith(("eh_proj", "input_proj"))}
     assert len(quantized) >= 4  # q, k, v, o
     for module, weight in quantized.items():
         scale = weight.abs().amax(1) / 448

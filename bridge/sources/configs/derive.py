@@ -22,6 +22,7 @@ from bridge.sources.configs.families import Family, choose, family_of, fields_of
 from bridge.sources.configs.rope import rope_parameters, take_rope
 from bridge.sources.configs.token_count import MULTIPLE, padded
 from bridge.tables.architectures.arch import load_arch
+from bridge.tables.dialects.dialect import Dialect, load_dialect
 from bridge.tables.expressions.grammar import Call
 
 # Terms that follow from `heads`: only heads is asked for.
@@ -35,6 +36,7 @@ _ASKED = (
     "whether norms are stored less one, as Megatron-Core calls it (`--apply-layernorm-1p` of Megatron-LM); Gemma's and "
     "Nemotron's are, but for Gemma of NeMo 1"
 )
+DRAFTS = "num_nextn_predict_layers"
 # Written as null: the classes' defaults are ids of one tokenizer, wrong for another.
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
@@ -87,6 +89,7 @@ def hf_config(
     if _CENTERED in entries:
         terms["centered"] = Fact(entries.pop(_CENTERED), entries.where(_CENTERED))
     problems += _override(terms, entries, family)
+    problems += _drafts(load_dialect(dialect), family, specs, declared.terms.get("drafts"), terms, entries)
     problems += _compare(terms, measured.facts)
     terms |= measured.facts
     if "vocab" not in terms and (counted := tokens()):
@@ -144,6 +147,31 @@ def _override(terms: dict[str, Fact], entries: Given, family: Family) -> list[st
             if term not in family.says.values():
                 terms.pop(term, None)
     return problems
+
+
+def _drafts(
+    dialect: Dialect, family: Family, specs: Mapping[str, TensorSpec], declared: Fact | None, terms: dict[str, Fact],
+    entries: Given,
+) -> list[str]:  # fmt: skip
+    """Count the draft layers whose tensors are there; return problems if the configuration has another number.
+
+    An entry of 0 leaves them out. One that promises what the tensors lack is the plan's, as of any config.json.
+    """
+    stated = entries.get(DRAFTS)
+    if not (dialect.draft_layers and dialect.draft_rows(family.architecture)):
+        return []
+    if stated == 0:
+        terms["drafts"] = Fact(0, entries.where(DRAFTS))
+        return []
+    first = {at: name for name in sorted(specs) if (at := dialect.draft_number(name)) is not None}
+    terms["drafts"] = counted = Fact(len(first), f"e.g. {first[max(first)]}" if first else "no tensor is of any")
+    facts = [Fact(stated, entries.where(DRAFTS))] if stated is not None and first else []
+    return [
+        f"{fact}, but {number(counted.value, 'draft layer')} is there ({counted.where}); get the whole checkpoint, or "
+        f"leave draft layers out with config={{{DRAFTS!r}: 0}}"
+        for fact in (*([declared] if declared else []), *facts)
+        if fact.value != counted.value
+    ]
 
 
 def _compare(terms: Facts, facts: Facts) -> list[str]:

@@ -54,6 +54,7 @@ TERMS = {
     "vocab": "tokens with an embedding; the tensors have {rows} rows, and which of them are padding they do not tell",
     "hidden": "width of the residual stream",
     "layers": "blocks of attention and MLP",
+    "drafts": "layers after these that draft tokens ahead",
     "heads": "query heads; the tensors tell only how wide all heads are together",
     "kv_heads": "key and value heads",
     "head_dim": "width of one head",
@@ -211,6 +212,10 @@ def is_scaling(value: object) -> bool:
 COUNT = _count()
 NUMBER = Kind("a number above zero", _is_number)
 FACTOR = Kind("a number, zero or above", lambda value: _is_number(value) or (value == 0 and value is not False))
+FROM_ZERO = Kind(
+    f"a whole number, zero or above, at most {MAX_LAYERS}",
+    lambda given: type(given) is int and 0 <= given <= MAX_LAYERS,
+)
 TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
 WORD = Kind("a word", lambda value: isinstance(value, str))
 WINDOW = Kind("a whole number, or two of which -1 means no bound", _is_window)
@@ -219,6 +224,7 @@ FREQUENCY = Kind(f"a whole number, or a list of 0 and 1, at most {MAX_LAYERS}", 
 # By term. A term that is not here has no plain value; the code that makes it has checked it.
 KINDS: Mapping[str, Kind] = {
     "layers": _count(MAX_LAYERS),
+    "drafts": FROM_ZERO,
     "experts": _count(MAX_EXPERTS),
     **dict.fromkeys(
         (

@@ -83,6 +83,9 @@ def megatron_terms(fields: Facts) -> tuple[dict[str, Fact], list[str]]:
         qkv = fields.get("add_qkv_bias")
         terms |= {"o_bias": every, "mlp_bias": every}
         terms["qkv_bias"] = qkv if qkv and qkv.value and not every.value else every
+    repeated = fields.get("mtp_use_repeated_layer")
+    if repeated and repeated.value and "drafts" in terms:  # one layer drafts every token
+        terms["drafts"] = Fact(min(1, terms["drafts"].value), repeated.where)
     problems += _words(fields, terms)
     problems += _positions(fields, terms)
     problems += _attention(fields, terms)

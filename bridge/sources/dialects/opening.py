@@ -21,7 +21,7 @@ from bridge.sources.configs.derive import Declared, Derived, hf_config
 from bridge.sources.configs.facts import Given
 from bridge.sources.configs.token_count import token_count
 from bridge.sources.configs.tokenizer_files import token_ids
-from bridge.sources.dialects.tensors import as_stored, weights_of
+from bridge.sources.dialects.tensors import weights_of
 from bridge.sources.quantized.megatron import Statistics, quantizer_state, refuse_changed, unsmoothed
 from bridge.sources.side_files import SideFiles
 from bridge.sources.weights.containers import Container
@@ -33,7 +33,7 @@ from bridge.tables.dialects.translate import row_pattern, translate, translator
 
 STATE = "._extra_state"  # the suffix of a module's state, which Megatron saves with its weights
 DIALECTS = ("megatron", "torchtitan", "meta")
-_LAYER = re.compile(r"((?:\w+\.)*layers\.)(\d{1,9})\.")
+_LAYER = re.compile(r"(?!(?:\w+\.)*mtp\.)((?:\w+\.)*layers\.)(\d{1,9})\.")  # those of drafts: in one stage
 _NUMBER = re.compile(r"(?<=[.t])\d+(?=\.|$)")
 
 CutOf = Callable[[str], Cut | None]
@@ -47,7 +47,7 @@ class Foreign:
     `given`: the checkpoint's config.json and the caller's `config=`. `side_files`: those to copy, given the container.
     `copies`: heads that the configuration ties to the embedding but that are stored; the conversion compares the two.
     `notes`: other files and directories -> why they are not read. `kind`: the class of its source. `drafts`: tensors of
-    draft layers -> the layer's number, after the model's last.
+    draft layers -> the layer's number, after the model's last; a dialect with names of their own for these finds them.
     """
 
     root: Path
@@ -77,18 +77,17 @@ def source_of(checkpoint: Foreign, tokenizer: Any = None) -> HfSource:
         lambda: token_count(where, checkpoint.side_files(rough).files, tokenizer),
     )  # fmt: skip
     dims = _dims(dialect, derived)
-    layers = {"num_hidden_layers": max(checkpoint.drafts.values()) + 1} if checkpoint.drafts else {}
+    drafts = _drafts(dialect, derived, checkpoint)
+    layers = {"num_hidden_layers": derived.config["num_hidden_layers"] + drafts} if drafts else {}
     config = derived.config | layers
-    row_of = translator(dialect, config, dims).row_of
-    container = checkpoint.join(lambda name: row.cut if (row := row_of(name)) else None)
+    cut_of = translator(dialect, config, dims, drafts).cut_of
+    container = checkpoint.join(cut_of)
     others = {**_objects(container), **state}
-    own = _only_drafted(dialect, config, checkpoint.drafts)
-    specs = _without(container, {*state, *own})
-    tensors, translation = translate(dialect, config, dims, specs.values(), where, others)
-    for name, shown in own.items():
-        translation.native[name], tensors[shown] = as_stored(container.specs[name], shown)
+    specs = _without(container, state)
+    tensors, translation = translate(dialect, config, dims, specs.values(), where, others, drafts)
     copied = checkpoint.side_files(container)
-    statistics = Statistics(where, translation.architecture, container, translation.native, tensors)
+    main = {name: tensor for name, tensor in tensors.items() if not translation.drafts.has(name)}
+    statistics = Statistics(where, translation.architecture, container, translation.native, main)
     reasons = _folded(translation.ignored | statistics.reasons(state))
     dropped = {**copied.dropped, **checkpoint.notes, **training(container), **reasons}
     weights = weights_of(unsmoothed(where, container), translation.native, tensors)
@@ -101,16 +100,11 @@ def source_of(checkpoint: Foreign, tokenizer: Any = None) -> HfSource:
     return source
 
 
-def _only_drafted(dialect: Dialect, config: Mapping[str, Any], drafts: Mapping[str, int]) -> dict[str, str]:
-    """Return the tensors that no other layer than a draft layer has -> their Hugging Face names."""
-    rows = dialect.drafts.get(dialect.architectures[architecture_of(config)], {})
-    patterns = [(row_pattern(name), within) for name, within in rows.items()]
-    return {
-        name: f"model.layers.{layer}.{within}"
-        for name, layer in drafts.items()
-        for pattern, within in patterns
-        if pattern.fullmatch(name)
-    }
+def _drafts(dialect: Dialect, derived: Derived, checkpoint: Foreign) -> int:
+    """Return how many draft layers come after the model's last layer."""
+    if not dialect.draft_layers:
+        return len({*checkpoint.drafts.values()})
+    return derived.terms["drafts"].value if dialect.draft_rows(architecture_of(derived.config)) else 0
 
 
 def training(container: Container) -> dict[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,11 +20,9 @@ import numpy as np
 from bridge.core.aligned_buffers import aligned_empty
 from bridge.core.dtypes import DTYPES, from_float32, to_float32
 from bridge.core.text import natural
-from bridge.core.values import TensorSpec
 from bridge.sources.weights.containers import Container
 from bridge.sources.weights.shards import Weights
-from bridge.tables.dialects.layout import whole
-from bridge.tables.dialects.translate import Native, Translated
+from bridge.tables.dialects.translate import Native, Translated, as_stored
 from bridge.tables.expressions.regions import Block, height, length, reordered
 
 PIECE = 1 << 20  # bytes of a stored matrix that are transposed at once
@@ -50,13 +47,6 @@ def unchanged(container: Container, prefix: str = "") -> Weights:
         shown = name.removeprefix(prefix)
         native[name], spelled[shown] = as_stored(spec, shown)
     return weights_of(container, native, spelled)
-
-
-def as_stored(spec: TensorSpec, shown: str) -> tuple[Native, Translated]:
-    """A stored tensor, and the same under the name `shown`."""
-    shape = (spec.shape[0], math.prod(spec.shape[1:])) if len(spec.shape) > 1 else spec.shape
-    same = whole(spec.name, shape, {spec.name: shape})
-    return Native(spec.name, shape, spec.dtype), Translated(replace(spec, name=shown), (same,))
 
 
 @dataclass(frozen=True)

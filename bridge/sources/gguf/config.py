@@ -20,14 +20,13 @@ from bridge.sources.configs.extents import layout_of
 from bridge.sources.configs.facts import (
     COUNT,
     FACTOR,
+    FROM_ZERO,
     KINDS,
-    MAX_LAYERS,
     NUMBER,
     TRUTH,
     WORD,
     Fact,
     Facts,
-    Kind,
     mistyped,
     shown,
 )  # fmt: skip
@@ -54,17 +53,13 @@ _NONE_AT_ZERO = (
     "expert_group_used_count", "expert_weights_scale",
 )  # fmt: skip
 _GATING = {1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers of what makes scores of logits
-_FROM_ZERO = Kind(
-    f"a whole number, zero or above, at most {MAX_LAYERS}",
-    lambda given: type(given) is int and 0 <= given <= MAX_LAYERS,
-)
 _TERMS = {**KINDS, "theta": NUMBER, "window": COUNT}  # a file has one number, where others may have two
 _READ = {
     "rope.dimension_count": COUNT, "attention.causal": TRUTH, "attention.value_length": COUNT,
     "attention.key_length_mla": COUNT, "rope.scaling.original_context_length": COUNT, "rope.scaling.factor": NUMBER,
     "rope.scaling.yarn_log_multiplier": FACTOR, "rope.scaling.yarn_beta_fast": NUMBER,
-    "rope.scaling.yarn_beta_slow": NUMBER, "leading_dense_block_count": _FROM_ZERO, "expert_shared_count": _FROM_ZERO,
-    "expert_gating_func": _FROM_ZERO, DRAFTS: _FROM_ZERO, "rope.scaling.type": WORD,
+    "rope.scaling.yarn_beta_slow": NUMBER, "leading_dense_block_count": FROM_ZERO, "expert_shared_count": FROM_ZERO,
+    "expert_gating_func": FROM_ZERO, DRAFTS: FROM_ZERO, "rope.scaling.type": WORD,
 }  # fmt: skip
 
 
@@ -109,7 +104,7 @@ def declared_by_gguf(
     facts = {name: Fact(_plain(metadata[key]), key) for name, key in own.items()}
     words, read = _TABLE.texts("gguf_terms"), {**_TABLE.texts("gguf_read")}
     dialect = load_dialect("gguf")
-    if not dialect.drafts.get(dialect.architectures[architecture]):
+    if not dialect.draft_rows(architecture):
         del read[DRAFTS]  # llama.cpp's graph runs all blocks
     why = "is not read, so the model may compute otherwise"
     unread = {own[name]: fact for name, fact in facts.items() if name not in words and name not in read}

@@ -6,7 +6,9 @@
 [also] [for.qwen3.also]        other names: read, not written
 [absent]                       roles that the dialect does not have -> why
 [ignore] [for.qwen3.ignore]    tensors that are not weights of the model -> why; `mtp.*` is everything below `mtp`
-[for.glm.drafts]               what only draft layers have -> its name in the layer; the rest are rows above
+[drafts]                       beginnings of names of draft layers, numbered from 0 -> those of rows of other layers
+[for.glm.drafts]               what only draft layers have -> its name in the layer; the rest are rows above. Without
+                               `{l}`: the model's own tensor, of which Hugging Face has a copy in each of them
 [refused]                      weights that no row can read -> why, and what to do
 
 `files`, before the first header, says that a Hugging Face directory with config.json may use the dialect: in weight
@@ -15,6 +17,7 @@ files of the usual names, or of those listed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
@@ -33,7 +36,8 @@ from bridge.tables.expressions.ops import ALL
 STAGES = ("first", "layer", "last")
 _HEAD = ("cache", "shared_head", "prefixes", "files", "architectures", "follows", "models", "joined", "dims")
 _INNER = ("also", "ignore", "drafts")  # sections of a layout besides its rows
-_KEYS = (*_HEAD, *STAGES, "for", "also", "absent", "ignore", "refused")
+_KEYS = (*_HEAD, *STAGES, "for", "also", "absent", "ignore", "refused", "drafts")
+_COLUMN = re.compile(r"column\((.+)\)")
 
 
 class Cut(NamedTuple):
@@ -44,6 +48,13 @@ class Cut(NamedTuple):
 
     axis: int
     blocks: int = 1
+
+
+class DraftRow(NamedTuple):
+    """A tensor that only draft layers have: its name in a layer of Hugging Face, and how ranks share it."""
+
+    within: str
+    cut: Cut | None
 
 
 @dataclass(frozen=True)
@@ -88,7 +99,8 @@ class Dialect:
     reason. `refused`: weights that no row can read -> why. `files`: weight files besides those of Hugging Face, in a
     directory with config.json; None for checkpoints of another kind. `follows`: "all" or an architecture -> fields of
     config.json, besides those of rows and rotary ones, that it expresses or whose values the target judges. `drafts`:
-    layouts with draft layers -> name of a tensor that only these have -> its name in a layer of Hugging Face.
+    layouts with draft layers -> name of a tensor that only these have -> what it is. `draft_layers`: beginnings of
+    names of draft layers with a number of their own -> those of rows; without any, they are layers among the others.
     """
 
     file: TableFile
@@ -104,7 +116,8 @@ class Dialect:
     refused: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] | None = None
     follows: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    drafts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    drafts: Mapping[str, Mapping[str, DraftRow]] = field(default_factory=dict)
+    draft_layers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -123,6 +136,29 @@ class Dialect:
         while prefix := next((prefix for prefix in self.prefixes if name.startswith(prefix)), ""):
             name = name.removeprefix(prefix)
         return name
+
+    def draft_rows(self, architecture: str) -> Mapping[str, DraftRow]:
+        """The tensors that only draft layers have; {} if the architecture has none here."""
+        return self.drafts.get(self.architectures.get(architecture, ""), {})
+
+    def draft_number(self, name: str) -> int | None:
+        """The number from 0 of the draft layer that a stored tensor belongs to by its name; None for any other."""
+        begins = {draft.partition("{l}")[0] + "{l}" for draft in self.draft_layers}
+        matches = (_begun(self.bare(name), begin) for begin in begins)
+        return next((int(match[1]) for match in matches if match), None)
+
+    def after_last(self, name: str, layers: int) -> str:
+        """The name without prefixes; that of a draft layer as of the layer after the last of `layers`."""
+        name = self.bare(name)
+        matches = ((_begun(name, draft), layer) for draft, layer in self.draft_layers.items())
+        named = (f"{layer.format(l=int(match[1]) + layers)}.{match[2]}" for match, layer in matches if match)
+        return next(named, name)
+
+    def as_draft(self, name: str, layers: int) -> str:
+        """Invert `after_last`, in the names that are written; other names stay."""
+        matches = ((_begun(name, layer), draft) for draft, layer in self.draft_layers.items())
+        later = ((match, draft) for match, draft in matches if match and int(match[1]) >= layers)
+        return next((f"{draft.format(l=int(match[1]) - layers)}.{match[2]}" for match, draft in later), name)
 
     def followed(self, architecture: str) -> frozenset[str]:
         """The fields of an architecture's config that its output expresses."""
@@ -178,7 +214,8 @@ def parse_dialect(file: TableFile, roles: Roles) -> Dialect:
         section = f"for.{word}"
         rows += [replace(row, only=word) for row in _plain(file, section, roles, _INNER)]
         rows += [replace(row, only=word, written=False) for row in _plain(file, f"{section}.also", roles)]
-        ignored[word], drafts[word] = file.texts(f"{section}.ignore"), file.texts(f"{section}.drafts")
+        ignored[word] = file.texts(f"{section}.ignore")
+        drafts[word] = {name: _draft_row(text) for name, text in file.texts(f"{section}.drafts").items()}
     rows += [replace(row, written=False) for row in _plain(file, "also", roles)]
     for role in absent:
         _known(file.place("absent", role), role, roles.roles, f"role `{role}` is unknown")
@@ -191,7 +228,7 @@ def parse_dialect(file: TableFile, roles: Roles) -> Dialect:
     return Dialect(
         file, words, tuple(rows), joined, str(file.data.get("cache", "")), file.words("shared_head"),
         file.words("prefixes"), dims, absent, ignored, file.texts("refused"), _files(file, dims),
-        file.section("follows"), drafts,
+        file.section("follows"), drafts, file.texts("drafts"),
     )  # fmt: skip
 
 
@@ -226,6 +263,17 @@ def _files(file: TableFile, dims: Mapping[str, str]) -> tuple[str, ...] | None:
         if dim != "vocab_multiple":
             raise file.place("dims", dim).error(f"no config.json gives `{dim}`, and `files` allows no other source")
     return names
+
+
+def _draft_row(text: str) -> DraftRow:
+    match = _COLUMN.fullmatch(text)
+    return DraftRow(match[1], Cut(0)) if match else DraftRow(text, None)
+
+
+def _begun(name: str, begin: str) -> re.Match[str] | None:
+    """Match a name that begins so, with a number for `{l}`: the number, and the rest of the name."""
+    before, _, after = map(re.escape, begin.partition("{l}"))
+    return re.fullmatch(rf"{before}(\d{{1,9}}){after}\.(.+)", name)
 
 
 def _plain(file: TableFile, section: str, roles: Roles, inner: tuple[str, ...] = ()) -> list[DialectRow]:

@@ -6,6 +6,7 @@ tensors. One error lists all problems: tensors without a row, missing roles, con
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,8 @@ from bridge.core.values import TensorSpec
 from bridge.tables.architectures.arch import INDEX, ArchTable, load_arch
 from bridge.tables.architectures.match import Entry, architecture_of, check_counts, entries_of, numbered
 from bridge.tables.architectures.mismatches import folded
-from bridge.tables.dialects.dialect import Dialect, DialectRow
+from bridge.tables.dialects.dialect import Cut, Dialect, DialectRow
+from bridge.tables.dialects.drafts import DraftLayers
 from bridge.tables.dialects.layout import At, Roles, Where, lay_out, role_shapes, undo, whole
 from bridge.tables.expressions.grammar import Call, Expr, Ref
 from bridge.tables.expressions.ops import Rank
@@ -51,20 +53,30 @@ class Native:
 
 @dataclass
 class Translator:
-    """Translates one checkpoint. `problems`: text -> the names that it is about."""
+    """Translates one checkpoint. `problems`: text -> the names that it is about.
+
+    `drafting`: how many of the config's layers, the last ones, are draft layers.
+    """
 
     dialect: Dialect
     table: ArchTable
     architecture: str
     names: Mapping[str, object]
+    drafting: int = 0
     native: dict[str, Native] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     problems: dict[str, list[str]] = field(default_factory=dict)
     _wrong: set[str] = field(default_factory=set)
     _known: dict[str, list[Pattern]] = field(default_factory=dict)
+    _drafted: dict[str, Translated] = field(default_factory=dict)
     _shapes: dict[tuple[int, int], tuple[Mapping[str, Shape], Shape, Mapping[str, object]]] = field(
         default_factory=dict
     )
+
+    @cached_property
+    def drafts(self) -> DraftLayers:
+        """The draft layers among the config's layers."""
+        return DraftLayers(self.dialect, self.architecture, self._count("layers") - self.drafting, self.drafting)
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -98,22 +110,32 @@ class Translator:
     def _reasons(self) -> list[tuple[re.Pattern[str], str]]:
         word = self.dialect.architectures[self.architecture]
         reasons = {**self.dialect.ignored[""], **self.dialect.ignored.get(word, {})}
-        return [(ignored_pattern(name), reason) for name, reason in reasons.items()]
+        patterns = [(ignored_pattern(name), reason) for name, reason in reasons.items()]
+        drafts = self.dialect.draft_layers if self.drafting else ()
+        return [pair for pair in patterns if not any(map(pair[0].fullmatch, drafts))]
 
     def row_of(self, name: str) -> DialectRow | None:
         """The row of a stored tensor, whose `cut` says how ranks share it; None if no row has the name."""
-        rows, at = self._candidates(self.dialect.bare(name))
+        rows, at = self._candidates(self.drafts.bare(name))
         if not rows:
             return None
         layer = at.get("l", 0)  # stacked layers are all like the first
         return self._chosen(rows, layer if "{l}" in rows[0].name else None) or rows[0]
 
+    def cut_of(self, name: str) -> Cut | None:
+        """How ranks share a stored tensor; None if every rank has all of it, or no row has the name."""
+        draft = self.drafts.row_of(name)
+        row = draft[0] if draft else self.row_of(name)
+        return row.cut if row else None
+
     def locate(self, specs: Iterable[TensorSpec]) -> dict[Where, Blocks]:
         """Return the rectangles of each role in the tensors of a checkpoint."""
         roles: dict[Where, Blocks] = {}
         for spec in specs:
-            rows, at = self._candidates(self.dialect.bare(spec.name))
-            if rows:
+            rows, at = self._candidates(self.drafts.bare(spec.name))
+            if draft := self.drafts.row_of(spec.name):
+                self._add_drafted(spec, draft[1])
+            elif rows:
                 self._add(spec, rows, at, roles)
             else:
                 self._note_unplaced(
@@ -130,7 +152,7 @@ class Translator:
         """
         kinds: dict[tuple[str, str], list[str]] = {}
         for name, module in objects.items():
-            kind, of = (_NUMBER.sub("0", self.dialect.bare(text)) for text in (name, module))
+            kind, of = (_NUMBER.sub("0", self.drafts.bare(text)) for text in (name, module))
             kinds.setdefault((kind, of), []).append(name)
         modules = {row.name.rpartition(".")[0]: None for row in self.rows}
         patterns = [row_pattern(module) for module in modules]
@@ -145,7 +167,7 @@ class Translator:
 
     def _note_unplaced(self, name: str, otherwise: str) -> None:
         """Record why a stored tensor is not a weight of the model, or that no reason is given."""
-        bare = self.dialect.bare(name)
+        bare = self.drafts.bare(name)
         reason = self._reason(bare)
         if reason is None:
             refused = self.dialect.refused.items()
@@ -182,7 +204,7 @@ class Translator:
 
     def _add(self, spec: TensorSpec, rows: list[DialectRow], at: dict[str, int], roles: dict[Where, Blocks]) -> None:
         """Add the roles of one stored tensor, which may have one layer or all of them."""
-        stacked, layers = "{l}" in rows[0].name and "l" not in at, range(self._count("layers"))
+        stacked, layers = "{l}" in rows[0].name and "l" not in at, range(self.drafts.layers)
         if stacked and (not spec.shape or spec.shape[0] != len(layers)):
             text = f"has shape {spec.shape}, the first axis of which should count {len(layers)} layers"
             self._problem(spec.name, text)
@@ -201,6 +223,23 @@ class Translator:
                 continue
             self.native[plain] = Native(spec.name, shape, spec.dtype, size * (layer or 0) if stacked else 0)
             self._undo(plain, row, shape, (layer, at.get("e")), roles)
+
+    def _add_drafted(self, spec: TensorSpec, name: str) -> None:
+        """Add a tensor that only draft layers have; all norms of a checkpoint are stored in one way."""
+        self.native[spec.name], stored = as_stored(spec, name)
+        shift = self._count("centered") if len(spec.shape) == 1 else 0
+        self._drafted[name] = replace(stored, blocks=tuple(replace(block, shift=shift) for block in stored.blocks))
+
+    def _complete_drafts(self, tensors: dict[str, Translated]) -> None:
+        """Add what only draft layers have, and copies of what they share with the model; note what is missing."""
+        tensors |= self._drafted
+        by_source = {tensor.blocks[0].source: tensor for tensor in tensors.values()}
+        for source, name in self.drafts.shared():
+            if tensor := by_source.get(source):
+                tensors[name] = replace(tensor, spec=replace(tensor.spec, name=name))
+        for own, name in self.drafts.own():
+            if name not in tensors:
+                self._problem(own, f"is missing; {name} needs it")
 
     def _undo(self, name: str, row: DialectRow, shape: Shape, at: At, roles: dict[Where, Blocks]) -> None:
         shapes, expected, names = self._expected(row, shape)
@@ -244,6 +283,7 @@ class Translator:
         for homes, names in missing.values():
             for home in (home for home in homes if home not in self._wrong):  # its wrong shape is a problem already
                 self._problem(home, f"is missing; {folded(names)} needs it")
+        self._complete_drafts(tensors)
         return tensors
 
     def _home(self, role: str, layer: int | None) -> str:
@@ -272,8 +312,13 @@ class Translator:
         tensors[name] = Translated(TensorSpec(name, entry.shape, min(dtypes)), blocks, turned)
 
 
-def translator(dialect: Dialect, config: Mapping[str, object], dims: Mapping[str, int]) -> Translator:
-    """Return the translator of a checkpoint; `config` is Hugging Face's, `dims` of the dialect, from its own config."""
+def translator(
+    dialect: Dialect, config: Mapping[str, object], dims: Mapping[str, int], drafting: int = 0
+) -> Translator:
+    """Return the translator of a checkpoint; `config` is Hugging Face's, `dims` of the dialect, from its own config.
+
+    `drafting`: how many of the config's layers, the last ones, are draft layers.
+    """
     architecture = architecture_of(config)
     table = load_arch(architecture)
     if table is None or architecture not in dialect.architectures:
@@ -284,7 +329,7 @@ def translator(dialect: Dialect, config: Mapping[str, object], dims: Mapping[str
     assert not lacking, f"the reader does not give {lacking}"
     names = {**table.names(config), **dims}
     check_counts(table, names)
-    return Translator(dialect, table, architecture, names)
+    return Translator(dialect, table, architecture, names, drafting)
 
 
 def translate(
@@ -294,19 +339,28 @@ def translate(
     specs: Iterable[TensorSpec],
     where: str,
     objects: Mapping[str, str] | None = None,
+    drafting: int = 0,
 ) -> tuple[dict[str, Translated], Translator]:
     """Return the tensors of a checkpoint by Hugging Face's names, and its translator; SourceError lists all problems.
 
     objects: objects among the tensors that are not the model's, with the module whose state they are.
     """
-    translation = translator(dialect, config, dims)
+    translation = translator(dialect, config, dims, drafting)
     translation.note_objects(objects or {})
     tensors = translation.translate(translation.locate(specs))
     if translation.problems:
-        lines = [f"{folded(dict.fromkeys(names))}: {text}" for text, names in translation.problems.items()]
+        own = {text: dict.fromkeys(map(translation.drafts.shown, n)) for text, n in translation.problems.items()}
+        lines = [f"{folded(names)}: {text}" for text, names in own.items()]
         head = f"{where} is not a {translation.architecture} of this config: {number(len(lines), 'problem')}"
         raise SourceError("\n  ".join([head, *lines]))
     return tensors, translation
+
+
+def as_stored(spec: TensorSpec, shown: str) -> tuple[Native, Translated]:
+    """A stored tensor, and the same under the name `shown`."""
+    shape = (spec.shape[0], math.prod(spec.shape[1:])) if len(spec.shape) > 1 else spec.shape
+    same = whole(spec.name, shape, {spec.name: shape})
+    return Native(spec.name, shape, spec.dtype), Translated(replace(spec, name=shown), (same,))
 
 
 def row_pattern(name: str) -> re.Pattern[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,19 @@ import yaml
 
 from bridge.core.formats.dcp_index import Slab, slab_of, whole
 from bridge.core.values import TensorSpec
+from bridge.planning.drafts import without_promise
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
+from bridge.sources.configs.derive import DRAFTS
 from bridge.tables.architectures.structure import match_table
 from bridge.tables.dialects.dialect import load_dialect
 from bridge.tables.dialects.layout import locate
 from bridge.targets.dcp.run_config import check, model_section
 from bridge.targets.dcp.steps import Drafting
+from bridge.targets.dialect_steps import with_drafts
 
 STATE = "._extra_state"
-LINEAR = "linear_"  # prefix of the modules of the local spec that have a state
+LINEAR = ("linear_", "eh_proj")  # how modules of the local spec that have a state begin
 CORE = "core_attention"  # has a state in Transformer Engine, but no weights
 EXPERTS = ".experts.experts."
 _LAYER = re.compile(r"^(.*\b)layers\.(?:\d+\.)?")
@@ -41,10 +44,11 @@ class Layout:
         """Make the steps; PlanError if Megatron-Core's configuration cannot express the model."""
         names = {"vocab_multiple": self._multiple, "centered": int(self._centered)}
         also = () if draft.options.spec == "te" else (self._dialect.architectures[self._matched.architecture],)
-        drafted = Drafting(draft, self._dialect, self._matched, names, stacks=True, also=also).drafted()
+        whole_match, drafts = with_drafts(draft, self._dialect, self._matched)
+        drafted = Drafting(draft, self._dialect, whole_match, drafts, names, stacks=True, also=also).drafted()
         if not drafted.problems:
             specs = whole(output.spec for step in drafted.steps for output in step.outputs)
-            check(self._section(specs), self._config, self._matched, specs)
+            check(self._section(specs), self._with_number(specs), self._matched, specs)
         return drafted
 
     def run_config(self, plan: Plan) -> bytes:
@@ -55,7 +59,7 @@ class Layout:
 
     def _section(self, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
         return model_section(
-            self._config,
+            self._with_number(specs),
             self._matched,
             self._roles,
             centered=self._centered,
@@ -63,10 +67,15 @@ class Layout:
             dtype=specs["embedding.word_embeddings.weight"].dtype,
         )
 
+    def _with_number(self, specs: Iterable[str]) -> dict[str, Any]:
+        """The config with the number of draft layers that tensors are of."""
+        count = len({self._dialect.draft_number(name) for name in specs} - {None})
+        return {**self._config, DRAFTS: count} if count else without_promise(self._config, ())
+
 
 def extra_states(plan: Plan) -> list[str]:
     """Names of the states that a strict load needs: one for each module and layer, and for each expert."""
-    spec, ignored = plan.options["spec"], load_dialect("megatron").ignored[""]
+    spec, dialect = plan.options["spec"], load_dialect("megatron")
     states: dict[str, None] = {}
     for output in plan.outputs:
         slab = slab_of(output.spec.name)
@@ -75,7 +84,7 @@ def extra_states(plan: Plan) -> list[str]:
             continue
         core = f"{module.rpartition('.')[0]}.{CORE}" if module.endswith("linear_proj") else ""
         for state in (f"{module}{STATE}", f"{core}{STATE}"):
-            if _has_state(state, spec, ignored):
+            if _has_state(dialect.after_last(state, 0), spec, dialect.ignored[""]):
                 experts = output.spec.shape[1 if slab.count else 0] if EXPERTS in module else 0
                 states |= dict.fromkeys(f"{state}/{shard}" for shard in _shards(slab, experts))
     return list(states)

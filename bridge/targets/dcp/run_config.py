@@ -55,6 +55,8 @@ def model_section(
         why = f"norms of latents have {LATENT_EPS} in the model, and every norm has one epsilon there"
         raise PlanError(f"{UNSUPPORTED} {field} = {terms['eps']}: {why}")
     section = {field: terms[term] for field, term in TERMS.items() if terms.get(term) is not None}
+    if "drafts" in family.terms:  # None, since Megatron-Core takes no 0, and some providers have 1
+        section["mtp_num_layers"] = terms["drafts"] or None
     section |= {
         "_target_": f"megatron.bridge.models.{family.provider or PROVIDER}",
         "normalization": "LayerNorm" if family.fixed["layer_norm"] else "RMSNorm",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from bridge.core.dtypes import DTYPES, FLOATS
 from bridge.core.formats.dcp_index import slab_name, slab_of
 from bridge.core.formats.torch_pickle import STORAGE
-from bridge.core.values import TensorSpec
+from bridge.core.values import Slice, TensorSpec
 from bridge.planning.plan import Output, Step
 from bridge.planning.target import Drafted
 from bridge.sources.configs.families import deviations
@@ -49,9 +49,12 @@ class Drafting(DialectDrafting):
         others = reversed(self.dialect.rows)  # of two with the same roles, the first is written
         instead = {row.roles: row for row in others if not row.written and row.only in self.also}
         rows = [(instead.get(row.roles, row), layer) for row, layer in self._rows(head=not tied)]
-        stacked = self.stacks and are_uniform(rows, self._layers)
+        first = self.drafts.first
+        stacked = self.stacks and are_uniform([at for at in rows if at[1] is None or at[1] < first], first)
         for row, layer in rows:
-            self._add(row, layer, stacked)
+            self._add(row, layer, stacked and layer is not None and layer < first)
+        for source, name in self.drafts.own.items():
+            self._add_own(source, name)
         self._refuse_absent({role for row, _ in rows for role in row.roles})
         texts = deviations(self.draft.config, self.matched.table, self.matched.architecture)
         self._drafted.problems += [("", text) for text in texts]
@@ -65,20 +68,29 @@ class Drafting(DialectDrafting):
             return
         sources = (self.draft.specs[block.source] for block in placed.blocks if block.source)
         source_dtype = next((spec.dtype for spec in sources), "float32")
-        dtype = self._dtype(row, source_dtype)
-        if dtype not in STORAGE or (source_dtype != dtype and source_dtype not in FLOATS):
-            self._problem(
-                row, layer, f"is {source_dtype} in the source, which is not a training dtype; save it as bf16"
-            )
+        dtype = self._dtype(row.roles, source_dtype)
+        if why := _unstorable(source_dtype, dtype):
+            self._problem(row, layer, why)
             return
         name, shape = placed.name, self._shape(placed)
         if stacked and layer is not None:
-            name, shape = slab_name(row.name, layer, self._layers), (1, *shape)
+            name, shape = slab_name(row.name, layer, self.drafts.first), (1, *shape)
         output = Output(TensorSpec(name, shape, dtype), "weight", str(row.expr), FILE)
         self._drafted.steps.append(Step(placed.slices, (output,), shift=placed.shift))
 
-    def _dtype(self, row: DialectRow, source_dtype: str) -> str:
-        if BIAS in row.roles:
+    def _add_own(self, source: str, name: str) -> None:
+        """Add a tensor that only draft layers have."""
+        spec = self.draft.specs[source]
+        dtype = self._dtype((), spec.dtype)
+        if why := _unstorable(spec.dtype, dtype):
+            self._drafted.problems.append((name, why))
+            self._drafted.dropped[source] = why
+            return
+        output = Output(TensorSpec(name, spec.shape, dtype), "weight", source, FILE)
+        self._drafted.steps.append(Step((Slice(source),), (output,)))
+
+    def _dtype(self, roles: tuple[str, ...], source_dtype: str) -> str:
+        if BIAS in roles:
             return "float32"
         return self.draft.options.dtype or source_dtype if DTYPES[source_dtype].floating else source_dtype
 
@@ -89,6 +101,13 @@ class Drafting(DialectDrafting):
                 for block in blocks:
                     self._drafted.dropped[block.source] = self.dialect.absent[role]
                     self._drafted.problems.append((block.source, self.dialect.absent[role]))
+
+
+def _unstorable(source: str, dtype: str) -> str:
+    """Why a tensor of dtype `source` is not written as `dtype`; "" if it is."""
+    if dtype in STORAGE and (source == dtype or source in FLOATS):
+        return ""
+    return f"is {source} in the source, which is not a training dtype; save it as bf16"
 
 
 def are_uniform(rows: Iterable[tuple[DialectRow, int | None]], layers: int) -> bool:

@@ -16,6 +16,7 @@ from bridge.planning.plan import Plan
 from bridge.targets.checkpoint import StreamedTarget
 from bridge.targets.config_json import config_json, with_dtype
 
+DRAFTS = "draft layers (MTP): keep, drop; default: keep if {} has them"
 HELP = "fp16, bf16, fp32 of all weights; default: each its own"
 
 
@@ -62,7 +63,7 @@ class DcpTarget(StreamedTarget):
     def resolve(self, options: Any, structure: Structure, scheme: Any, specs: Any) -> Any:
         """Options with the dtype's full name; PlanError if the target's dialect has no layout for the model."""
         from bridge.tables.dialects.dialect import load_dialect
-        from bridge.targets.dialect_steps import ANY_CLASS
+        from bridge.targets.dialect_steps import ANY_CLASS, chosen_drafts
 
         dialect = load_dialect(self.name)
         if structure.architecture not in dialect.architectures:
@@ -73,11 +74,16 @@ class DcpTarget(StreamedTarget):
         chosen = dtype(options.dtype).name if options.dtype else None
         if chosen not in (None, *FLOATS):
             raise UsageError(f"dtype {chosen!r} is not a dtype for trained weights; use fp32, bf16 or fp16")
-        return replace(options, dtype=chosen)
+        why = self.why_no_drafts(bool(dialect.draft_rows(structure.architecture)), options)
+        return replace(options, dtype=chosen, drafts=chosen_drafts(options.drafts, scheme, why))
+
+    def why_no_drafts(self, known: bool, options: Any) -> str:
+        """Why draft layers have no place here, "" if they have; `known`: the target's dialect has names for them."""
+        return "" if known else f"{self.loader}'s model of this class has no place for draft layers"
 
 
 def written_config(plan: Plan, config: Mapping[str, Any]) -> bytes:
     """The source's config.json, with the dtype of the weights if one was requested."""
     chosen = plan.options["dtype"]
-    config = without_promise(config, ())  # its formats have no draft layers
+    config = without_promise(config, (output.spec.name for output in plan.outputs))
     return config_json(with_dtype({**config, "dtype": chosen}, chosen) if chosen else config, None, False)

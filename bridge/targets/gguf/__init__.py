@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.errors import PlanError, SourceError
 from bridge.core.text import nearest
 from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec
-from bridge.planning.drafts import check_choice
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, write_checkpoint
@@ -64,20 +63,16 @@ class Gguf(StreamedTarget):
     ) -> GgufOptions:
         from bridge.tables.dialects.dialect import load_dialect
         from bridge.tables.llama_cpp import graphs
-        from bridge.targets.dialect_steps import ANY_CLASS
+        from bridge.targets.dialect_steps import ANY_CLASS, chosen_drafts
 
         dialect = load_dialect(self.name)
         if structure.architecture not in dialect.architectures:
             graph = graphs().get(structure.architecture)
             why = graph.refused if graph else nearest(structure.architecture, dialect.architectures)
             raise PlanError(f"{dialect.file.name} has no layout for {structure.architecture}: {why}; {ANY_CLASS}")
-        place = bool(dialect.drafts.get(dialect.architectures[structure.architecture]))
-        if options.drafts:
-            check_choice(options.drafts, scheme)
-        if options.drafts in ("keep", "quantize") and not place:
-            name = graphs()[structure.architecture].name
-            raise PlanError(f"llama.cpp's {name} has no place for draft layers; use drafts='drop' (--drafts drop)")
-        drafts = options.drafts or ("keep" if place else None)
+        place = bool(dialect.draft_rows(structure.architecture))
+        name = f"llama.cpp's {graphs()[structure.architecture].name}"
+        drafts = chosen_drafts(options.drafts, scheme, "" if place else f"{name} has no place for draft layers")
         dtype = float_dtype(options.dtype, specs, "that GGUF has")
         return dataclasses.replace(options, dtype=dtype, drafts=drafts)
 
@@ -95,8 +90,9 @@ class Gguf(StreamedTarget):
     def draft(self, draft: Draft) -> Drafted:
         from bridge.tables.architectures.structure import match_table
         from bridge.tables.dialects.dialect import load_dialect
+        from bridge.targets.dialect_steps import with_drafts
         from bridge.targets.gguf.metadata import malformed, problems, window_notes
-        from bridge.targets.gguf.steps import Drafting, with_drafts
+        from bridge.targets.gguf.steps import Drafting
         from bridge.targets.gguf.tokenizer import describe
 
         matched, dialect = match_table(draft.config, draft.specs), load_dialect(self.name)

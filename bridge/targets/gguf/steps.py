@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bridge.core.dtypes import DTYPES, FLOATS
 from bridge.core.formats.gguf import MAX_NAME
 from bridge.core.values import Format, Site, Slice, TensorSpec
-from bridge.planning.drafts import drafts_among
 from bridge.planning.plan import Output, Step
-from bridge.planning.target import Draft, Drafted
+from bridge.planning.target import Drafted
 from bridge.quant.schemes.scheme import has_tensor_scale
-from bridge.tables.architectures.match import Matched
-from bridge.tables.architectures.structure import match_table
-from bridge.tables.dialects.dialect import Dialect, DialectRow
+from bridge.tables.dialects.dialect import DialectRow
 from bridge.tables.expressions.ops import Rank
 from bridge.tables.llama_cpp import graphs
 from bridge.targets.dialect_steps import DialectDrafting, Placed
@@ -26,23 +22,10 @@ SINGLE = ("norm", "bias", "router")
 POSITIONS = ("embed.positions.weight",)  # learned ones, which it adds to the embedding
 
 
-def with_drafts(draft: Draft, dialect: Dialect, matched: Matched) -> tuple[Matched, dict[str, str]]:
-    """The match that has written draft layers among its layers, and the tensors that only these have -> their names."""
-    rows = {within: name for name, within in dialect.drafts[dialect.architectures[matched.architecture]].items()}
-    written = drafts_among((name for name in draft.specs if name not in draft.structure.ignored), draft.config)
-    if not written:
-        return matched, {}
-    own = {name: rows[at[1]].format(l=at[0]) for name, at in written.items() if at[1] in rows}
-    count = max(layer for layer, _ in written.values()) + 1
-    rest = {name: spec for name, spec in draft.specs.items() if name not in own}
-    return match_table({**draft.config, "num_hidden_layers": count}, rest), own
-
-
 @dataclass
 class Drafting(DialectDrafting):
     """Steps of one file; call `drafted` once."""
 
-    nextn: Mapping[str, str] = field(default_factory=dict)  # tensors that only draft layers have -> their names here
     _notes: dict[str, None] = field(default_factory=dict)
 
     def drafted(self) -> Drafted:
@@ -52,7 +35,7 @@ class Drafting(DialectDrafting):
             self._refuse_quantized_head("is the embedding here, which is not quantized; keep the head in a recipe")
         for row, layer in self._rows(head=not tied):
             self._add(row, layer)
-        for source, name in self.nextn.items():
+        for source, name in self.drafts.own.items():
             spec, site = self.draft.specs[source], self.draft.sites.get(source)
             dtype = "float32" if len(spec.shape) == 1 else self.draft.options.dtype
             output = Output(TensorSpec(name, spec.shape, dtype), "weight", source, FILE)

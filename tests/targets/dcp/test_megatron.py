@@ -29,9 +29,11 @@ MAPPED = [name for name in EVERY if name not in ("gpt", "mixtral-grouped", "star
 EXACT, CLOSE = 1e-30, 1e-4
 # Mixtral's dense width is nobody's; Gemma 2's window counts the token that looks in transformers, in Megatron not, and
 # Megatron-Bridge copies the number; where scores are sigmoids no softmax stands before the choice or behind it;
-# add_bias_linear speaks for queries, keys and values as well, and what is written of YaRN lacks all numbers.
+# add_bias_linear speaks for queries, keys and values as well, and what is written of YaRN lacks all numbers. Its GLM
+# has one draft layer, whether or not the config has any.
 BRIDGE_SAYS_OTHERWISE = {
-    "mixtral": ("ffn_hidden_size",), "gemma2": ("window_size",), "deepseek_v3": ("moe_router_pre_softmax",),
+    "mixtral": ("ffn_hidden_size",), "glm4_moe": ("mtp_num_layers",),
+    "gemma2": ("window_size",), "deepseek_v3": ("moe_router_pre_softmax",),
     "gpt_oss": (
         "ffn_hidden_size", "add_qkv_bias", "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings",
         "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
