@@ -59,10 +59,11 @@ def plan(
     Takes the same arguments as `convert`. Reads no weight, and loads no framework if the architecture has a table. With
     `memory` it says whether a calibration takes the whole model at once or block by block, and refuses what writing
     does not fit into; with `keep`, `drop_layers` or `sparse` what `prune` would write; with `out` it refuses an output
-    that may not be written, of which an address is asked and nothing there changed.
+    that `convert` may not write, and changes nothing there.
 
     Raises:
-        BridgeError: UsageError, SourceError, SchemeError or PlanError; each lists all problems at once.
+        BridgeError: UsageError, SourceError, SchemeError or PlanError; each lists all problems at once. WriteError: of
+            `out`.
 
     >>> plan = bridge.plan("examples/models/tiny-llama", target="hf", quant="int8_wo")
     >>> len(plan.outputs), plan.disk < 3_000_000  # bytes
@@ -206,7 +207,7 @@ def _checked(plan: Plan, inputs: PlanInputs) -> Plan:
         _check_kept(inputs.source, plan)
     load_target(plan.target).file_metadata(plan, inputs.source)
     calibrates = inputs.scheme is not None and inputs.scheme.needs_calibration
-    if inputs.source.can_run and (calibrates or load_target(plan.target).runs):
+    if inputs.source.can_run and load_target(plan.target).runs:
         weights = 2 * sum(spec.nbytes for spec in inputs.source.specs.values())  # as stored, and the runtime's copy
         running = process_memory(weights, vocabulary_size(inputs.source.config) or 0)
         plan = replace(plan, running=running)

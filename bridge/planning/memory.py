@@ -20,7 +20,7 @@ CHOSEN = 8  # further bytes per value if codes or scales are read: two to a byte
 # exports and runs 0.98 GB. Weights come on top.
 FRESH = 250 << 20
 FRAMEWORKS = 800 << 20  # torch, transformers and ModelOpt
-RUN_BYTES_PER_VALUE = 8  # weights in float32, and the runtime's own copy
+RUN_BYTES_PER_VALUE = 8  # weights in float32, and the runtime's own copy: more than bfloat16 takes, 5.5 at most
 FAKE_QUANTIZED = 8  # further bytes per value if values are stored, not codes: products and values in float32
 
 
@@ -122,7 +122,8 @@ def held_whole(part: Slice, sources: Mapping[str, TensorSpec]) -> bool:
 def process_memory(weights: int, vocabulary: int = 0) -> int:
     """Bytes of a process that runs or calibrates a model with so many bytes of weights, copies counted.
 
-    `vocabulary`: its tokens. A run's logits exist twice, for 512 positions or as many as `LOGITS` holds.
+    `vocabulary`: its tokens. A run's logits exist twice, for 512 positions or as many as `LOGITS` holds; a longer
+    `sequence` than the default takes more.
     """
     return FRESH + FRAMEWORKS + weights + 2 * min(LOGITS, 512 * 4 * vocabulary)
 

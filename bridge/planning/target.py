@@ -76,7 +76,7 @@ class Drafted:
     dropped: dict[str, str] = field(default_factory=dict)
     """Source tensor that the output's format cannot hold -> why."""
     copies: dict[str, str] = field(default_factory=dict)
-    """Source tensor for which the output has another -> that one, of which it must be a copy."""
+    """Source tensor -> the tensor that is written for both; conversion refuses them if they differ."""
     problems: list[tuple[str, str]] = field(default_factory=list)
     """What is wrong, each after the module or tensor that it is about ("" for none); planning raises them together."""
     notes: list[str] = field(default_factory=list)

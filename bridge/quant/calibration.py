@@ -27,7 +27,7 @@ from bridge.core.values import Format, Numeric
 from bridge.quant.schemes.scheme import is_calibrated, is_measured
 
 VERSION = "1"
-LOGITS = 1 << 28  # bytes of float32 logits of one run of held-out text: two rows of 128 with 262,144 tokens
+LOGITS = 1 << 28  # bytes of float32 logits of a batch of held-out rows, which has one at least
 _STATISTICS = (
     "input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "weight_amax", "input_square",
     "weight_clip", "expert_tokens",

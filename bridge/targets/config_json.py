@@ -9,6 +9,7 @@ from typing import Any
 
 from bridge.core.errors import SourceError
 from bridge.core.output.names import GENERATION
+from bridge.sources.quantized.fields import BESIDE
 
 
 def config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | None, untied: bool) -> bytes:
@@ -21,7 +22,8 @@ def config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | Non
     if untied:
         result["tie_word_embeddings"] = False
     if quantization is not None:
-        result.pop("quantization_config", None)
+        for old in ("quantization_config", BESIDE):
+            result.pop(old, None)
         result["quantization_config"] = quantization
     return json.dumps(result, indent=4).encode()
 

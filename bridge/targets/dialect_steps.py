@@ -28,7 +28,7 @@ ANY_CLASS = "targets hf and trt need no layout"  # what to do where a dialect ha
 class WrittenDrafts:
     """Draft layers among the layers of a match, from number `first` on, which is how many others there are.
 
-    `own`: tensors that only they have -> their names here. `shared`: theirs -> the model's, which stands for both here.
+    `own`: tensors that only they have -> their names here. `shared`: theirs -> the model's, which is written for both.
     """
 
     first: int

@@ -89,7 +89,7 @@ class Torchtitan(DcpTarget):
         if "unlike" in model and (fields := dict(_unlike(draft.config, matched.table))):
             drafted.problems.append(("", f"{model['unlike']}; give {as_given(fields)}"))
         if not drafted.problems:
-            drafted.notes.append(_of_the_run(matched, dialect.followed(matched.architecture)))
+            drafted.notes.append(_of_the_run(matched, dialect.followed(matched.architecture), drafts.count))
         drafted.notes += [ZERO_BIAS] * any(not step.source for step in drafted.steps)
         return drafted
 
@@ -103,7 +103,7 @@ class Torchtitan(DcpTarget):
         return write_checkpoint(context, directory, {"config.json": config, **index_files(context.plan.files)})
 
 
-def _of_the_run(matched: Matched, followed: Iterable[str]) -> str:
+def _of_the_run(matched: Matched, followed: Iterable[str], drafts: int) -> str:
     """A note of the numbers that the run must give torchtitan's model, since its tensors do not tell them."""
     from bridge.sources.configs.rope import rope_of
 
@@ -112,6 +112,7 @@ def _of_the_run(matched: Matched, followed: Iterable[str]) -> str:
     whole = set() if window_of(matched.config) else {"sliding_window"}
     told = sorted(name for name in {*followed} - whole if matched.config.get(name) is not None)
     given = [f"{name} = {matched.config[name]}" for name in told]
+    given += [f"num_mtp_layers = {drafts}"] if drafts else []
     given += [f"rope_theta = {rope.theta}", *([f"{rope.kind} ({scaled})"] if scaled else [])]
     return f"torchtitan reads no config.json, which is for other programs; its flavor must have {', '.join(given)}"
 

@@ -23,7 +23,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 INSTALL = 'pip install "lm_eval[hf]>=0.4.13"'
 # What runs an output -> lm_eval's name of it, and the name of the program in a report.
-PROGRAMS = {"vllm": "vLLM", "hf": "transformers", "onnxruntime-genai": "ONNX Runtime"}
+PROGRAMS = {"vllm": "vLLM", "hf": "transformers", "onnxruntime-genai": "onnxruntime-genai"}
 
 
 def command(model: str, program: str, tasks: str, limit: int | None, results: str) -> list[str]:
@@ -35,8 +35,13 @@ def command(model: str, program: str, tasks: str, limit: int | None, results: st
 
 def check_loads(out: Path, program: str) -> None:
     """Refuse a program that would load other weights, or none: its scores would be of another model."""
-    for row in json.loads((out / "report.json").read_text())["programs"]:
-        if row["program"].partition(" ")[0] == PROGRAMS[program] and row["how"] == "no":
+    rows = json.loads((out / "report.json").read_text())["programs"]
+    known = [row for row in rows if row["program"].startswith(f"{PROGRAMS[program]} ")]
+    if not known:
+        names = ", ".join(row["program"] for row in rows) or "none"
+        raise SystemExit(f"{out}: its report says nothing of {PROGRAMS[program]}; programs that it names: {names}")
+    for row in known:
+        if row["how"] == "no":
             raise SystemExit(f"{out}: {row['program']} does not load it: {row['where']}")
 
 
@@ -69,14 +74,14 @@ def main() -> None:
     default = "onnxruntime-genai" if target == "ort" else "vllm" if find_spec("vllm") else "hf"
     program = given.program or default
     check_loads(given.out, program)
-    pairs = {given.against: "hf" if target == "ort" else program, str(given.out): program}
+    pairs = [(given.against, "hf" if target == "ort" else program), (str(given.out), program)]
     if given.print:
-        for model, name in pairs.items():
+        for model, name in pairs:
             print(shlex.join(command(model, name, given.tasks, given.limit, "results.json")))
         return
     if find_spec("lm_eval") is None:
         raise SystemExit(f"lm_eval is not installed: {INSTALL}")
-    source, written = (scores(model, name, given) for model, name in pairs.items())
+    source, written = (scores(model, name, given) for model, name in pairs)
     print(f"\n{'task':24} {'metric':18} {'source':>9} {'written':>9} {'change':>9}")
     for (task, metric), value in source.items():
         there = written[task, metric]

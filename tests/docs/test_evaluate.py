@@ -66,6 +66,8 @@ def test_a_program_that_would_load_other_weights_is_refused(tmp_path: Path) -> N
     bridge.convert(ROOT / MODEL, "vllm", "fp8_pc_pt", tmp_path / "fp8", verify=False)
     done = evaluate(str(tmp_path / "fp8"), "--against", MODEL, "--in", "hf")
     assert done.returncode == 1 and "drops the scales with a warning and computes with wrong weights" in done.stderr
+    done = evaluate(str(tmp_path / "fp8"), "--against", MODEL, "--in", "onnxruntime-genai")
+    assert done.returncode == 1 and "its report says nothing of onnxruntime-genai; programs that it" in done.stderr
 
 
 @pytest.mark.slow

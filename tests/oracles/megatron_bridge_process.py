@@ -88,6 +88,7 @@ def provider(name: str) -> tuple[Any, list[str]]:
     fields |= {key: value for key, value in family.model.items() if key not in ("max_sequence_length", "vocab_size")}
     own = {"vocab_size": VOCAB, "seq_length": family.positions, "make_vocab_size_divisible_by": DIVISIBLE}
     own |= {"should_pad_vocab": True, "params_dtype": torch.float32, "bf16": False, "fp16": False}
+    own |= {"mtp_num_layers": None}  # its GLM has a draft layer by default, and these models have none
     if family.hf["model_type"] in ("gpt2", "mixtral", "starcoder2"):
         made = GPTModelProvider(**fields)
     else:

@@ -224,6 +224,14 @@ def test_a_value_that_its_class_does_not_take_is_told(entries: dict[str, Any], s
         LlamaModel(config_class("LlamaForCausalLM")(**entries, num_hidden_layers=1))
 
 
+def test_numbers_of_every_kind_of_rotary_positions_are_looked_at() -> None:
+    entry = {"main": {"rope_type": "default", "rope_theta": "ten"}, "compress": {"rope_type": "yarn", "factor": "2"}}
+    told = [*impossible(table("DeepseekV4ForCausalLM"), {"rope_parameters": entry}, "DeepseekV4ForCausalLM")]
+    assert [text.partition(";")[0] for text in told] == [
+        "rope_parameters has the rope_theta 'ten'", "rope_parameters has the factor '2'",
+    ]  # fmt: skip
+
+
 def test_an_epsilon_below_zero_is_told() -> None:
     (text,) = impossible(table("LlamaForCausalLM"), {"rms_norm_eps": -1}, "LlamaForCausalLM")
     assert text == "rms_norm_eps is -1; it should be 0 or above"

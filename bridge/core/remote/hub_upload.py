@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
 ATTRIBUTES = ".gitattributes"  # the hub's own file, in every new repository
+IGNORED = ".gitignore"  # by which the hub leaves files out of a commit
 OTHER_KINDS = ("buckets", "datasets", "kernels", "spaces")  # hf://datasets/name is not below an organization
 LARGE = 1 << 20  # bytes from which a file is sent ahead of the commit; the hub wants smaller ones in it
+GIT = 10 << 20  # bytes from which the hub keeps no file as git does
 LOGIN = "`hf auth login`, or set HF_TOKEN, with a token that may write: https://huggingface.co/settings/tokens"
 
 
@@ -80,13 +82,16 @@ class HubOutgoing(Staged):
         """WriteError if what lies there is in the way, or nothing may be written there; changes nothing."""
         there = self._listing()
         check_free(self.local, overwrite=True)
-        if there and there.own and not overwrite:
-            raise WriteError(f"{self.where} exists already; choose another name, or {replacing}")
-        if there and there.own and MANIFEST not in there.own:
+        lies = first_of(sorted(there.own), 4) if there else ""
+        if lies and not overwrite:
+            raise WriteError(f"{self.where} exists already, with {lies}; choose another name, or {replacing}")
+        if there and lies and MANIFEST not in there.own:
             raise WriteError(
-                f"{self.where} was not written by bridge (no {MANIFEST} in it): it is not overwritten; choose another "
-                "name, or remove its files yourself"
+                f"{self.where} has {lies}, and was not written by bridge (no {MANIFEST}): it is not overwritten; "
+                "choose another name, or remove its files yourself"
             )
+        if there and IGNORED in there.files:
+            raise WriteError(f"{self.where} has a {IGNORED}, by which the hub leaves files out; remove it there")
         self._check_rights(there is not None)
         self._head = there.head if there else ""
 
@@ -121,10 +126,9 @@ class HubOutgoing(Staged):
 
     def tidy(self) -> None:
         """Remove what an earlier run made here, if the output is whole there."""
-        if (self.local / IDENTITY).is_file() and (there := self._listing()) and MANIFEST in there.own:
-            additions = self._additions()
-            if all(_same(additions[name], there) for name in sorted(additions, key=lambda name: name != MANIFEST)):
-                self.tidy_up()
+        there = self._listing() if (self.local / IDENTITY).is_file() else None
+        if there and MANIFEST in there.own and not self._missing(self._additions()):
+            self.tidy_up()
 
     def send(self, progress: Progress) -> None:
         """Send the files that the hub has not, then make the commit that shows them and removes all others."""
@@ -146,7 +150,7 @@ class HubOutgoing(Staged):
             operations: list[Any] = [*new, *gone]
             if operations:
                 self._commit(operations, additions)
-        if wrong := self._missing(additions):  # a .gitignore there leaves files out
+        if wrong := self._missing(additions):
             raise WriteError(f"{self.where}: {first_of(wrong, 4)} did not arrive as they are in {self.local}")
 
     def rest(self) -> str:
@@ -157,7 +161,7 @@ class HubOutgoing(Staged):
         )
 
     def give_up(self) -> None:
-        """Name the repository that was made for nothing: who may delete is not asked here."""
+        """Name the empty repository that this run made; nothing there is deleted."""
         if self._made:
             warn(f"{self.where} was made, private and empty; the next run writes into it, or delete it at the hub")
 
@@ -241,6 +245,8 @@ class HubOutgoing(Staged):
                 403: f"{where}: this user may not write there ({said}); choose another name, or {LOGIN}",
                 404: f"{where}: the hub has no such repository any more ({said}); run again",
                 409: f"{where}: the hub refuses ({said}); see what is there, or choose another name",
+                429: f"{where}: the hub is busy ({said}); run again in some minutes",
+                503: f"{where}: the hub is busy ({said}); run again in some minutes",
                 412: f"{where} was changed by others meanwhile ({said}); see what is there",
             }.get(
                 int(status or 0),
@@ -255,8 +261,8 @@ def _same(one: CommitOperationAdd, there: Repository) -> bool:
     kind, digest = there.files.get(one.path_in_repo, ("", ""))
     if kind == "sha256":
         return one.upload_info.sha256.hex() == digest
-    if kind == "git":
-        data = Path(str(one.path_or_fileobj)).read_bytes()  # the hub keeps no file above 10 MB so
+    if kind == "git" and one.upload_info.size < GIT:
+        data = Path(str(one.path_or_fileobj)).read_bytes()
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == digest
     return False
 

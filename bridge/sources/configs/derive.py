@@ -109,7 +109,8 @@ def hf_config(
     stated = _config(family, terms, specs, entries)
     config = changed_config(stated, entries or None)
     stated |= {name: entries[name] for name in entries.from_checkpoint & entries.keys()}
-    check_config(config, entries, stated, f"{where}: the config")
+    given = {name: value for name, value in entries.items() if name not in entries.from_checkpoint}
+    check_config(config, given, stated, f"{where}: the config")
     return Derived(config, terms)
 
 

@@ -20,7 +20,16 @@ from bridge.sources.quantized import compressed_tensors as compressed
 from bridge.sources.quantized import deepseek as blocks
 from bridge.sources.quantized import gpt_oss as mxfp4
 from bridge.sources.quantized import modelopt, words
-from bridge.sources.quantized.fields import CONFIGS, MODELOPT_FILE, ROTATED, of_inputs, sections, unknown, why_unread
+from bridge.sources.quantized.fields import (
+    BESIDE,
+    CONFIGS,
+    MODELOPT_FILE,
+    ROTATED,
+    of_inputs,
+    sections,
+    unknown,
+    why_unread,
+)
 from bridge.sources.quantized.parts import Array, QuantizedTensors, QuantizedWeight, Reader, take
 from bridge.sources.weights.shards import Shard, Weights
 from bridge.tables.architectures.structure import turned_weights
@@ -142,7 +151,7 @@ def without(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: without(value) if key.endswith("_config") and isinstance(value, dict) else value
         for key, value in config.items()
-        if key not in CONFIGS
+        if key not in (*CONFIGS, BESIDE)
     }
 
 

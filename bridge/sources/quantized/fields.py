@@ -16,15 +16,16 @@ MAX_PATTERN = 512  # characters of a pattern, and of a name that it is matched w
 MAX_REPEATS = 4  # unbounded repeats in a pattern: matching takes the length of the name to this power
 _UNBOUNDED = 64
 CONFIGS = ("quantization_config", "compression_config")
+BESIDE = "expert_dtype"  # DeepSeek-V4 has it beside the section, into which transformers moves it
 ROTATED = "transform_config"  # of compressed-tensors: read by `rotations`
 MODELOPT_FILE = "hf_quant_config.json"
 
 
 def sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What a config says of quantization, for the model or for a part of it."""
+    """What a config says of quantization, for the model or for a part of it; see `BESIDE`."""
     holders = (holder for holder in (config, *config.values()) if isinstance(holder, Mapping))
-    found = (holder.get(key) for holder in holders for key in CONFIGS)
-    return (part for part in found if isinstance(part, Mapping))
+    found = ((holder.get(key), holder.get(BESIDE)) for holder in holders for key in CONFIGS)
+    return ({**({BESIDE: beside} if beside else {}), **part} for part, beside in found if isinstance(part, Mapping))
 
 
 def unknown(section: Mapping[str, Any], method: str) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def impossible(table: ArchTable, config: Mapping[str, Any], architecture: str) -
         return
     for name in ("rope_scaling", "rope_parameters"):
         entry = config.get(name) or {}
-        for part in (entry, *(entry[kind] for kind in (FULL, SLIDING) if entry.get(kind))):
+        for part in (entry, *(value for value in entry.values() if isinstance(value, Mapping))):
             kind = part.get("rope_type", part.get("type", "default"))
             if kind not in words["rope_types"]:
                 yield f"{name} has the rope_type {described(kind)}; {nearest(str(kind), words['rope_types'])}"

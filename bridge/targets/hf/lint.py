@@ -55,7 +55,10 @@ RULES = {
     "W4A16_MXFP4": Rule("uint8", "uint8", "block", (1, 2)),
 }
 TILE = 128
-SCALES = ("weight_scale", "weight_scale_2", "input_scale", "output_scale", "k_scale", "v_scale", "q_scale")
+SCALES = (
+    "weight_scale", "weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale", "output_scale",
+    "pre_quant_scale", "k_scale", "v_scale", "q_scale", "kv_scale",
+)  # fmt: skip
 SCALARS = ("input_scale", "weight_scale_2", "k_scale", "v_scale")
 
 

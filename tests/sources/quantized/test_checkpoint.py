@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.core.errors import SourceError
+from bridge.core.errors import PlanError, SourceError
 from bridge.sources.opening import open_source
 from bridge.sources.quantized.fields import unknown
 
@@ -92,6 +92,21 @@ def test_deepseek_blocks_are_dequantized_at_every_ragged_shape(tmp_path: Path, k
         wide = scale.float().repeat_interleave(128, 0)[:out].repeat_interleave(128, 1)[:, :in_]
         want = (codes.float() * wide).to(torch.bfloat16)
         assert torch.equal(values(source, f"{module}.weight"), want), module
+
+
+def test_a_dtype_of_experts_beside_the_section_is_one_of_the_section(tmp_path: Path) -> None:
+    """As transformers moves DeepSeek-V4's; one that is left over would be moved into the section that we write."""
+    tiny, stored = ROOT / "examples" / "models" / "tiny-llama", tmp_path / "stored"
+    bridge.convert(tiny, "hf", "fp8_block", stored, format="deepseek", progress=False, verify=False)
+    own = json.loads((stored / "config.json").read_text())
+    for dtype in ("fp8", "fp4"):
+        (stored / "config.json").write_text(json.dumps({**own, "expert_dtype": dtype}))
+        if dtype == "fp4":
+            with pytest.raises(PlanError, match="expert_dtype of fp8 is not read"):
+                bridge.convert(stored, "hf", "int8_wo", tmp_path / dtype, progress=False, verify=False)
+            continue
+        bridge.convert(stored, "hf", "fp8_block", tmp_path / dtype, format="deepseek", progress=False, verify=False)
+        assert "expert_dtype" not in (tmp_path / dtype / "config.json").read_text()
 
 
 @pytest.mark.parametrize("kind", ["float32", "e8m0"])

@@ -38,9 +38,10 @@ def test_torchtitans_adapter_gives_the_same_draft_layer(tmp_path: Path) -> None:
     own = {"eh_proj": (60, 120), "enorm": (60,), "hnorm": (60,), "shared_head.norm": (60,)}
     numbers = np.random.default_rng(0)
     drafts = last | {f"model.layers.3.{n}.weight": numbers.normal(size=s).astype(np.float32) for n, s in own.items()}
-    bridge.convert(
+    report = bridge.convert(
         of_hf(made.hf | drafts, made.config_hf | {KEY: 1}), "torchtitan", out=tmp_path / "out", progress=False
     )
+    assert any("its flavor must have " in note and "num_mtp_layers = 1," in note for note in report.notes)
     written = {name: tensor.numpy() for name, tensor in read_by_torch(tmp_path / "out").items()}
     expected, state = torchtitan_oracle.drafts_from_hf(made.hf | drafts)
     assert sorted(written) == state

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
@@ -12,6 +14,7 @@ import torch
 from transformers import AutoConfig
 
 import bridge
+from bridge.targets.onnx.run.runtime import Runtime
 from tests.oracles import export_oracle as oracle
 from tests.sweep.build import build, feeds
 from tests.sweep.cell import say_size
@@ -60,3 +63,24 @@ def test_config_json_states_the_dtype_of_the_graph_and_keeps_the_order_of_keys()
 
 def test_config_json_of_a_graph_in_the_source_s_dtype_is_copied() -> None:
     assert (written("none") / "config.json").read_bytes() == (MODEL / "config.json").read_bytes()
+
+
+def test_a_tied_embedding_is_widened_behind_what_moves_it_and_taps_come_alone(tmp_path: Path) -> None:
+    """A copy of a large vocabulary in float32 is not made for a few tokens, nor a head run for taps before it."""
+    rows = np.random.default_rng(0).normal(size=(16, 8)).astype(ml_dtypes.bfloat16)
+    stored = ir.val("embedding", const_value=ir.tensor(rows, name="embedding"))
+    ids = ir.Value(name="input_ids", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1, 2]))
+    nodes = [ir.node("Gather", [stored, ids]), ir.node("Transpose", [stored], {"perm": [1, 0]})]
+    nodes.append(ir.node("MatMul", [node.outputs[0] for node in nodes]))
+    for node, name in zip(nodes, ("x", "head", "logits"), strict=True):
+        node.outputs[0].name, node.outputs[0].dtype = name, ir.DataType.BFLOAT16
+    graph = ir.Graph(
+        [ids], [nodes[-1].outputs[0]], nodes=nodes, initializers=[stored], opset_imports={"": 21}, name="g"
+    )
+    ir.save(ir.Model(graph, ir_version=10), tmp_path / "model.onnx")
+    plain, feeds_ = rows.astype(np.float32), {"input_ids": np.array([[3, 5]])}
+    runtime = Runtime(tmp_path)
+    assert runtime.substitute == "half-precision graph"
+    np.testing.assert_allclose(runtime.run(feeds_)["logits"], plain[[[3, 5]]] @ plain.T, rtol=1e-5, atol=1e-6)
+    alone = Runtime(tmp_path, taps=["x"], outputs=False).run(feeds_)
+    assert [*alone] == ["x"] and np.array_equal(alone["x"], plain[[[3, 5]]])

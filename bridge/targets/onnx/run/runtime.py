@@ -233,7 +233,7 @@ def _widen(model: Any, value: Any) -> list[Any]:
     import onnx_ir as ir
 
     def widened(half: Any) -> tuple[Any, Any]:
-        output = ir.val(f"{half.name}/float32", ir.DataType.FLOAT, half.shape)
+        output = ir.val(f"{half.name}/widened", ir.DataType.FLOAT, half.shape)
         return output, ir.node("Cast", [half], {"to": int(ir.DataType.FLOAT)}, outputs=[output])
 
     uses = tuple(value.uses())
@@ -241,6 +241,7 @@ def _widen(model: Any, value: Any) -> list[Any]:
     moved = [half for half in moved if not half.is_graph_output()]
     for half in moved:
         output, cast = widened(half)
+        output.name, half.name = half.name, output.name  # taps are of the names in the file
         ir.convenience.replace_all_uses_with(half, output)
         model.graph.insert_after(half.producer(), cast)
         cast.replace_input_with(0, half)
