@@ -66,7 +66,7 @@ def test_what_the_action_fills_in_exists_and_is_never_a_part_of_a_program() -> N
 
 
 def test_the_workflow_of_the_page_gives_inputs_that_there_are() -> None:
-    block = re.search(r'```yaml title="convert.yml"\n(.*?)```', PAGE, re.DOTALL)
+    block = re.search(r'```text title="convert.yml"\n(.*?)```', PAGE, re.DOTALL)
     assert block
     steps = yaml.safe_load(block[1])["jobs"]["convert"]["steps"]
     given = next(one["with"] for one in steps if one["uses"].endswith("examples/ci"))
