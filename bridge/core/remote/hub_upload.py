@@ -1,4 +1,4 @@
-"""Upload an output to a repository of the hub, hf://org/name, in one commit.
+"""Upload an output to a repository of the hub in one commit.
 
 The repository is made before the work, private. Large files are sent ahead of the commit, and those that the hub has
 already are not sent again; until the commit nothing of them is seen.

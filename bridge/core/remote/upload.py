@@ -1,4 +1,4 @@
-"""Upload an output to s3://, gs://, az:// or a store of fsspec; to the hub: `hub_upload`.
+"""Upload an output to s3://, gs://, az:// or a store of fsspec.
 
 It is made locally first; a partial upload never loads.
 

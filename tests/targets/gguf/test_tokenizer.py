@@ -100,13 +100,13 @@ def test_a_file_that_is_no_object_or_text_is_told(name: str, content: bytes, sou
 def test_all_problems_are_in_one_message(source: Path) -> None:
     edit(source / "tokenizer.json", model(merges=None, vocab=[]))
     (source / "chat_template.jinja").write_bytes(b"\xff")
-    edit(source / "config.json", lambda config: config.update(rms_norm_eps=-1))
+    edit(source / "config.json", lambda config: config.update(rms_norm_eps=0))
     with pytest.raises(PlanError, match=r"(?s)rms_norm_eps.*model\.vocab.*model\.merges.*chat_template\.jinja"):
         bridge.plan(str(source), target="gguf")
 
 
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "epsilon": ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05; it should be a positive number"),
+    "epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps is 0; it should be a positive number"),
     "context": ({"max_position_embeddings": "8k"}, "max_position_embeddings is '8k'; it should be a positive whole"),
     "rope": ({"rope_parameters": "linear"}, "rope_parameters is 'linear'; it should be an object"),
     "rope of layers": ({"rope_parameters": {"full_attention": [1]}}, "full_attention is a list; it should be an"),
@@ -119,7 +119,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4.0}},
         "low_freq_factor is 4; it should be less than high_freq_factor",
     ),
-    "theta": ({"rope_parameters": {"rope_theta": True}}, "rope_theta is True"),
+    "theta": ({"rope_parameters": {"rope_theta": -1}}, "rope_theta is -1"),
     "too long": ({"max_position_embeddings": 2**40}, "max_position_embeddings is 1099511627776"),
 }  # fmt: skip
 
