@@ -49,6 +49,8 @@ READ = {
         "test_gguf_refuses_draft_layers_that_llama_cpp_has_no_names_for",
     ),
     ("hf", "drafts"): ("../planning/test_drafts.py", "test_dropped_draft_layers_are_not_promised"),
+    ("megatron", "drafts"): ("dcp/test_drafts.py", "test_dropped_draft_layers_are_not_promised"),
+    ("torchtitan", "drafts"): ("dcp/test_drafts.py", "test_dropped_draft_layers_are_not_promised"),
     ("trt", "profile"): ("trt/test_rtx.py", "test_ranges_of_axes_replace_those_of_the_profiles"),
     ("trt", "task"): ("test_options.py", "test_the_task_is_that_of_the_graph"),
     ("trt", "attention_op"): (

@@ -29,7 +29,7 @@ ATTRIBUTES = ".gitattributes"  # the hub's own file, in every new repository
 IGNORED = ".gitignore"  # by which the hub leaves files out of a commit
 OTHER_KINDS = ("buckets", "datasets", "kernels", "spaces")  # hf://datasets/name is not below an organization
 LARGE = 1 << 20  # bytes from which a file is sent ahead of the commit; the hub wants smaller ones in it
-GIT = 10 << 20  # bytes from which the hub keeps no file as git does
+SMALL = 10 << 20  # bytes below which a file may lie among the commits themselves, under its SHA-1
 LOGIN = "`hf auth login`, or set HF_TOKEN, with a token that may write: https://huggingface.co/settings/tokens"
 
 
@@ -180,7 +180,7 @@ class HubOutgoing(Staged):
             raise WriteError(f"{self.where} is called hf://{info.id} at the hub; give that")
         files = {}
         for file in info.siblings or ():
-            digest = ("sha256", file.lfs.sha256) if file.lfs else ("git", file.blob_id or "")
+            digest = ("sha256", file.lfs.sha256) if file.lfs else ("sha1", file.blob_id or "")
             files[str(file.rfilename)] = digest
         return Repository(str(info.sha), files)
 
@@ -261,7 +261,7 @@ def _same(one: CommitOperationAdd, there: Repository) -> bool:
     kind, digest = there.files.get(one.path_in_repo, ("", ""))
     if kind == "sha256":
         return one.upload_info.sha256.hex() == digest
-    if kind == "git" and one.upload_info.size < GIT:
+    if kind == "sha1" and one.upload_info.size < SMALL:
         data = Path(str(one.path_or_fileobj)).read_bytes()
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == digest
     return False
