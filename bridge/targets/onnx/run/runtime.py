@@ -233,7 +233,7 @@ def _widen(model: Any, value: Any) -> list[Any]:
     import onnx_ir as ir
 
     def widened(half: Any) -> tuple[Any, Any]:
-        output = ir.val(f"{half.name}/widened", ir.DataType.FLOAT, half.shape)
+        output = ir.val(f"{half.name}/float32", ir.DataType.FLOAT, half.shape)
         return output, ir.node("Cast", [half], {"to": int(ir.DataType.FLOAT)}, outputs=[output])
 
     uses = tuple(value.uses())
