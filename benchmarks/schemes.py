@@ -206,8 +206,9 @@ def measure(bench: Bench, name: str) -> Cost:
     """Calibrate, convert, read back and run one scheme."""
     scheme = load_scheme(name)
     target = "gguf" if name.startswith("q") else "hf"  # llama.cpp's names of its blocks
+    options = {"format": "compressed-tensors"} if ":" in name else {}  # scales of either sign
     try:
-        plan = bridge.plan(bench.path, target, name)
+        plan = bridge.plan(bench.path, target, name, **options)
     except BridgeError as error:
         return Cost(why=_reason(str(error)))
     calibration, took = None, 0.0
@@ -218,7 +219,15 @@ def measure(bench: Bench, name: str) -> Cost:
 
         def convert() -> Any:
             return bridge.convert(
-                bench.path, target, name, out, calib=calibration, verify=False, overwrite=True, progress=False
+                bench.path,
+                target,
+                name,
+                out,
+                calib=calibration,
+                verify=False,
+                overwrite=True,
+                progress=False,
+                **options,
             )
 
         convert()  # compiles kernels
@@ -232,6 +241,8 @@ def _reason(text: str) -> str:
         return "it quantizes no module of this model"
     if "is no multiple of" in text:
         return "rows of this model are no multiple of its blocks"
+    if "compressed-tensors has only Linear" in text:
+        return "Conv1D has no layout with scales of either sign"
     if "has no layout for" in text:
         return "GGUF has no layout for this model"
     raise ValueError(f"an unknown reason not to measure: {text}")
@@ -266,7 +277,8 @@ def write(costs: Mapping[str, Mapping[str, Cost]]) -> None:
     known = [name for name in (PLAIN, *scheme_names()) if name in costs]
     lines = [HEAD]
     for name in known:
-        lines += [f"[{name}]", *(_line(model, costs[name][model]) for model in (*LANGUAGE, *EMBEDDING)), ""]
+        key = f'"{name}"' if ":" in name else name
+        lines += [f"[{key}]", *(_line(model, costs[name][model]) for model in (*LANGUAGE, *EMBEDDING)), ""]
     (mappings() / "costs.toml").write_text("\n".join(lines), encoding="utf-8")
 
 

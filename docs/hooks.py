@@ -17,6 +17,7 @@ from mkdocs.structure.files import File, Files
 
 from bridge.quant.schemes.catalog import scheme_names
 from docs.generate import make, pages
+from docs.generate.matrix import address
 
 MARK = re.compile(r"<!-- generated: (?P<words>[^\n]+?) -->")
 
@@ -24,7 +25,7 @@ MARK = re.compile(r"<!-- generated: (?P<words>[^\n]+?) -->")
 def on_config(config: Any) -> Any:
     """Add the pages of the schemes to their section."""
     (section,) = (entry["Schemes"] for entry in config.nav if "Schemes" in entry)
-    section.extend({name: f"schemes/{name}.md"} for name in scheme_names())
+    section.extend({name: address(name)} for name in scheme_names())
     return config
 
 

@@ -88,10 +88,10 @@ def _factors(scale, block, power, factor):
 
 @inner
 def _integers(codes, factor, value, half):
-    """Write values, and half of the distance between codes."""
+    """Write values, and half of the distance between codes; a scale may be negative."""
     for i in range(codes.size):
         value[i] = np.float32(np.float32(np.int8(codes[i])) * factor[i])
-        half[i] = np.float32(factor[i] * np.float32(HALF))
+        half[i] = np.float32(np.abs(factor[i]) * np.float32(HALF))
 
 
 @inner
@@ -99,7 +99,7 @@ def _nibbles(codes, factor, value, half):
     for i in range(codes.size):
         c = np.int8(np.uint8(codes[i] << np.uint8(4))) >> np.int8(4)
         value[i] = np.float32(np.float32(np.int8(c)) * factor[i])
-        half[i] = np.float32(factor[i] * np.float32(HALF))
+        half[i] = np.float32(np.abs(factor[i]) * np.float32(HALF))
 
 
 @inner

@@ -227,3 +227,77 @@ def e4m3_sweep(bits, amax, scales, block, codes, x, errors):
                     best, error = k, loss
                 k -= 1
             codes[r, b] = np.uint8(best + 1)
+
+
+@inner
+def _extreme(x):
+    """The value of the largest magnitude, the first of equal ones."""
+    best = np.float32(0)
+    for i in range(x.size):
+        best = x[i] if np.abs(x[i]) > np.abs(best) else best
+    return best
+
+
+def _values(bits, level, positive, block, out):
+    return (np.empty(block, np.float32),)
+
+
+@kernel("bits[:,:] float32 int64 int64 float32[:,:]= float32[:]", scratch=_values)
+def signed_scales(bits, level, positive, block, out, x):
+    """Write the scale of each block under which its largest value, or magnitude (`positive` is 1), is the code `level`.
+
+    bits, block, out: see `weighted_sweep`.
+    """
+    cols, shift = bits.shape[1], _shift(bits[0])
+    for r in range(bits.shape[0]):
+        for b in range(out.shape[1]):
+            first, end = b * block, min(cols, (b + 1) * block)
+            for i in range(end - first):
+                x[i] = np.uint32(np.uint32(bits[r, first + i]) << shift).view(np.float32)
+            extreme = _extreme(x[: end - first])
+            out[r, b] = np.float32((np.abs(extreme) if positive else extreme) / level)
+
+
+def _weighted(bits, importance, levels, positive, block, *_):
+    return tuple(np.empty(block, np.float32) for _ in range(3))
+
+
+@kernel(
+    "bits[:,:] float32[:] float32[:] int64 int64 float64 float64 float32[:,:]= float32[:] float32[:] float32[:]",
+    scratch=_weighted,
+)
+def weighted_sweep(bits, importance, levels, positive, block, low, high, out, x, products, squares):
+    """Write the scale of each block under which it has the least weighted error as integers low..high.
+
+    bits, block: see `fp4_errors`.  importance: (cols,), the weights of squared errors.  out: (rows, blocks) float32.
+    Tried are the scales under which the largest value is one of `levels` of the codes; `positive` (1): its magnitude.
+    Each gives codes c, and sum(w x c) / sum(w c c) is the best scale for these. 0 for a block of zeros.
+    """
+    cols, shift = bits.shape[1], _shift(bits[0])
+    least, most = np.float32(low), np.float32(high)
+    magic = np.float32(12582912.0)  # rounds as in `integer.py`
+    for r in range(bits.shape[0]):
+        for b in range(out.shape[1]):
+            first, end = b * block, min(cols, (b + 1) * block)
+            n = end - first
+            for i in range(n):
+                x[i] = np.uint32(np.uint32(bits[r, first + i]) << shift).view(np.float32)
+            extreme, weights = _extreme(x[:n]), importance[first:end]
+            extreme = np.abs(extreme) if positive else extreme
+            best, gain = np.float32(0), np.float32(-1)
+            for k in range(levels.size if extreme != np.float32(0) else 0):
+                inverse = np.float32(levels[k] / extreme)
+                for i in range(n):
+                    c = np.float32(x[i] * inverse)
+                    c = np.float32(least if c < least else c)
+                    c = np.float32(most if c > most else c)
+                    c = np.float32(np.float32(c + magic) - magic)
+                    weighted = np.float32(weights[i] * c)
+                    products[i] = np.float32(weighted * x[i])
+                    squares[i] = np.float32(weighted * c)
+                product, square = _total(products[:n]), _total(squares[:n])
+                share = np.float32(product / square) if square > np.float32(0) else np.float32(0)
+                if np.float32(share * product) > gain:
+                    best, gain = share, np.float32(share * product)
+            # inputs that are always zero say nothing of their block
+            out[r, b] = best if best != np.float32(0) else np.float32(extreme / levels[0])

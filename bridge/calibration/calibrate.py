@@ -134,7 +134,9 @@ def calibrate(job: CalibrationJob) -> Calibration:
         return made
     from bridge.calibration.importance.matrix import measure_importance  # a run of its own, of the plain model
 
-    return measure_importance(job, added_to=made, by_blocks=strategy.blocks, spill=spill)
+    # the products of inputs of one block are held at a time, if nothing else drives the model
+    grams = any(form.ordered for form in scheme.formats) and job.data.forward_loop is None
+    return measure_importance(job, added_to=made, by_blocks=strategy.blocks or grams, spill=spill)
 
 
 def _calibrate_share(job: CalibrationJob, workers: Workers) -> Calibration:

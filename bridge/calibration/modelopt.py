@@ -39,6 +39,8 @@ from bridge.calibration.reference_outputs import Answers, blaming, held_out_of, 
 from bridge.calibration.requirements import check_data, check_device
 from bridge.calibration.schedule import PASSES, Quantizers, method_of, schedule_of
 from bridge.calibration.statistics import (
+    CODES,
+    SCALES,
     ExpertTokens,
     FakeModel,
     collect,
@@ -105,7 +107,8 @@ def fake_quantize(job: CalibrationJob, least: float = 0.0) -> FakeQuantized:
     seen = collect(fake) | collect_codes(fake.model, bindings, origins)
     statistics, applied = settle_statistics(seen, quantizers, job)
     held = _held_out(model, fake, job) if reads_held_out(model, data) else None
-    provenance = with_weights_digest(provenance_of(job, model), source, job.structure, seen)
+    chosen = {*seen[CODES], *seen[SCALES]}
+    provenance = with_weights_digest(provenance_of(job, model), source, job.structure, chosen)
     calibration = Calibration(provenance=provenance, **statistics, applied=(*raised, *applied), held_out=held)
     return FakeQuantized(fake.model, calibration, model, tuple(bindings), tuple(quantizers.attention))
 

@@ -159,6 +159,10 @@ def _merged(what: str, dialect: str, every: bool) -> Description:
 
 
 def _scheme(what: str) -> Description:
+    if Path(what).is_file() and Path(what).suffix != ".toml":
+        raise UsageError(
+            f"{what}: neither a recipe (.toml) nor a calibration; `qbridge plan` shows what a model becomes"
+        )
     try:
         scheme = load_scheme(what)
     except UsageError as error:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.dtypes import DTYPES, FLOATING
@@ -82,8 +82,10 @@ class LazyTensor:
 
 
 # How scales of blocks are chosen. "mse": those with the least error. "four_over_six": the better of two, under which
-# the largest value of a block has the code 6 or 4; FP4 has no number between.
-MSE, FOUR_OVER_SIX = SEARCHES = ("mse", "four_over_six")
+# the largest value of a block has the code 6 or 4; FP4 has no number between. "either": the largest value of a block
+# has the code of the largest magnitude, -8 of INT4, so that its scale may be negative. "positive": amax / 7.5 of INT4,
+# with which all codes are used, too. With an importance matrix those of the least weighted error, of such signs.
+MSE, FOUR_OVER_SIX, EITHER, POSITIVE = SEARCHES = ("mse", "four_over_six", "either", "positive")
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,13 @@ class Format:
 
     @property
     def weighted(self) -> bool:
-        """Whether codes are chosen for the least error weighted by the mean square of each input."""
-        return self.algorithm == "imatrix"
+        """Whether codes or scales are chosen for the least error weighted by the mean square of each input."""
+        return self.algorithm == "imatrix" or self.ordered
+
+    @property
+    def ordered(self) -> bool:
+        """Whether calibration chooses codes column by column, those with the largest inputs first: our GPTQ."""
+        return self.algorithm == "gptq" and self.weight[0].search in (EITHER, POSITIVE)
 
     @property
     def compensated(self) -> bool:
@@ -179,6 +186,12 @@ class Format:
     def chosen(self) -> bool:
         """Whether calibration chooses codes or scales, so that it belongs to one model's weights."""
         return self.compensated or self.rescaled
+
+
+def with_positive_scales(format_: Format) -> Format:
+    """A format whose scales may have either sign, as one for programs that read positive ones; any other as it is."""
+    weight = tuple(replace(one, search=POSITIVE) if one.search == EITHER else one for one in format_.weight)
+    return format_ if weight == format_.weight else replace(format_, weight=weight)
 
 
 @dataclass(frozen=True)
@@ -207,6 +220,11 @@ class Encoding:
     reciprocal: bool = False
     least: float = 0.0
     values: str = ""
+
+    @property
+    def signed(self) -> bool:
+        """Whether scales may be negative, as AutoRound writes them in words of 32 bits, and llama.cpp in Q4_0."""
+        return self.packed in ("int32", "awq", "q4_0")
 
     @property
     def scale_is(self) -> str:

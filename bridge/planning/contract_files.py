@@ -10,6 +10,7 @@ from typing import Any
 from bridge.core.errors import UsageError
 from bridge.core.mappings import TableFile, read_table, table_files
 from bridge.core.text import nearest
+from bridge.core.values import EITHER
 from bridge.planning.contracts import FLAGS, Contract, Evidence, Row, Runtime, SparseKernels
 from bridge.planning.faults import FAULTS
 
@@ -23,7 +24,7 @@ CONTRACT_KEYS: dict[str, type] = {
 }  # fmt: skip
 CONDITIONS: dict[str, type] = {
     "out": int, "in": int, "experts": bool, "prescales": bool, "dtypes": list, "but_not": list, "only": list,
-    "inputs": str, "computes": str, "since": str,
+    "inputs": str, "computes": str, "since": str, "scales": str,
 }  # fmt: skip
 HOW = ("run", "built", "read")
 _NUMERIC = (
@@ -176,6 +177,8 @@ def _row(file: TableFile, section: str, key: str, value: Any, form: re.Pattern[s
             raise place.error(f"{name} = {condition}: matrices have a multiple of it, so it is at least 1")
         if isinstance(condition, list) and not all(isinstance(word, str) for word in condition):
             raise place.error(f"`{name}` is a list of names, not {condition!r}")
+    if given.get("scales", EITHER) != EITHER:
+        raise place.error(f"scales = {given['scales']!r} is unknown", hint=f'scales = "{EITHER}", or leave it out')
     for dtype in given.get("dtypes", ()):
         if dtype not in FLAGS:
             raise place.error(f"dtype {dtype!r} is unknown", hint=nearest(dtype, FLAGS))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.core.text import fold_problems
-from bridge.core.values import Format, main_dtype
+from bridge.core.values import EITHER, Format, main_dtype
 from bridge.planning.drafts import DRAFT
 from bridge.planning.joined_and_cut import (
     cut_blocks,
@@ -26,6 +26,7 @@ from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Plan, Step
 from bridge.planning.registries import has_registry, served
 from bridge.quant.describe import contract_words, explained, numeric_words
+from bridge.quant.schemes.scheme import Scheme
 from bridge.tables.architectures.arch import load_arch
 
 # Targets that leave matrices whole: the program that loads them cuts them for its ranks.
@@ -60,6 +61,7 @@ class Row:
     `but_not`, whose classes do not read it; `only`, the ones that evidence is about, empty if any. `inputs`: what the
     program rounds inputs to although the scheme leaves them. `computes`: what a compiler makes of the products, "gemm"
     of codes on both sides, "weight-only" or "dequantized". `since`: the first architecture of GPUs with the formats.
+    `scales`: "either" if scales of the weight may be negative.
     """
 
     evidence: Evidence
@@ -73,6 +75,7 @@ class Row:
     inputs: str = ""
     computes: str = ""
     since: str = ""
+    scales: str = ""
 
     def why_not(self, what: str, architecture: str) -> str:
         """Why `what`, this row's formats, is not read in models of the architecture; "" if it is."""
@@ -140,6 +143,11 @@ class Contract:
             return "loads no formats with pre-scales there"
         alike = self.mixed or len(words) < 2
         return "" if alike else f"reads one format for all modules there, not {'; and '.join(map(explained, words))}"
+
+    def reads_negative(self, scheme: Scheme) -> bool:
+        """Whether every row of a scheme's formats takes scales of either sign."""
+        rows = [self.loads.get(contract_words(format_)) for format_ in scheme.formats]
+        return all(row is None or row.scales == EITHER for row in rows)
 
     def written_by(self, plan: Plan) -> bool:
         """Whether the plan is for this target and these options.
@@ -406,7 +414,9 @@ def _fewer_ranks(runtime: Runtime, contract: Contract, plan: Plan) -> int:
 
 def _misfits(row: Row, step: Step, plan: Plan, followed: bool) -> Iterator[str]:
     """Why a matrix, which others may follow in a fused one, does not fit a row."""
-    assert step.site
+    assert step.site and step.format
+    if step.format.weight[0].search == EITHER and row.scales != EITHER:
+        yield "negative scales are not read (--for writes positive ones)"
     if (step.site.expert is not None or step.site.stacked) and not row.experts:
         yield "experts are not read in this format"
     out, inner = _out_in(step, plan)

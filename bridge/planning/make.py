@@ -15,7 +15,7 @@ from bridge.core.errors import PlanError, SchemeError
 from bridge.core.output.names import WRITES
 from bridge.core.remote.path import memory_ahead
 from bridge.core.text import fold_layers, fold_problems, named
-from bridge.core.values import CACHE, Format, Structure, TensorSpec
+from bridge.core.values import CACHE, Format, Structure, TensorSpec, with_positive_scales
 from bridge.planning.drafts import DRAFT, UNMEASURED, check_rules, with_drafts
 from bridge.planning.memory import working_set
 from bridge.planning.passthrough import (
@@ -31,6 +31,12 @@ from bridge.planning.plan import PASSTHROUGH, STACKED, Plan, Step
 from bridge.planning.target import Draft, Drafted, Planner
 from bridge.quant.schemes.scheme import Scheme, is_measured
 from bridge.sources.source import Source
+
+POSITIVE_SCALES = "scales stay positive, although the scheme takes either sign: this layout of {target} has no others"
+CHOSEN_CODES = (
+    "calibration chooses codes for scales of either sign, which this layout does not have; use int4:imatrix, or write "
+    "compressed-tensors: --target hf --format compressed-tensors"
+)
 
 
 @dataclass(frozen=True)
@@ -111,16 +117,29 @@ def _drafted(inputs: PlanInputs, formats: Mapping[str, Format | str]) -> Drafted
     )  # fmt: skip
     drafted = target.draft(draft)
     dropped |= drafted.dropped
-    steps, not_copied = copied(drafted.steps, source.quantized, scheme)
+    steps, positive = positive_where_unread(drafted.steps)
+    notes = [*drafted.notes, *([POSITIVE_SCALES.format(target=target.name)] if positive else [])]
+    ordered = [step.site.module for step in steps if step.site and step.format and step.format.ordered]
+    codes = [(module, CHOSEN_CODES) for module in ordered] if positive else []
+    steps, not_copied = copied(steps, source.quantized, scheme)
     methods = _methods(inputs)
-    problems = [*drafted.problems, *not_copied, *entry_problems(source.quantized, scheme, target.name, methods)]
+    problems = [*drafted.problems, *codes, *not_copied, *entry_problems(source.quantized, scheme, target.name, methods)]
     if scheme and scheme.kv:
         problems += [(CACHE, why) for why in [target.why_kv_unsupported(scheme.kv, structure, inputs.options)] if why]
     read = {part.source for step in steps for part in step.inputs}
     elsewhere = {*structure.tied, *dropped, *drafted.copies}
     lost = [name for name in source.specs if name not in read and name not in elsewhere]
     problems += [(name, f"target {target.name} does not write this tensor") for name in lost]
-    return replace(drafted, steps=steps, dropped=dropped, problems=problems)
+    return replace(drafted, steps=steps, dropped=dropped, problems=problems, notes=notes)
+
+
+def positive_where_unread(steps: list[Step]) -> tuple[list[Step], bool]:
+    """The steps with positive scales where nothing that reads their layout takes negative ones; whether any changed."""
+    settled = [
+        replace(step, format=with_positive_scales(step.format)) if step.format and not step.coding.signed else step
+        for step in steps
+    ]
+    return settled, settled != steps
 
 
 def _methods(inputs: PlanInputs) -> tuple[str, ...]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 
 from bridge.core.dtypes import DTYPES
-from bridge.core.values import FOUR_OVER_SIX, MSE, Format, Numeric
+from bridge.core.values import EITHER, FOUR_OVER_SIX, MSE, POSITIVE, Format, Numeric
 from bridge.quant.schemes.scheme import Scheme
 
-SEARCHED = {MSE: ", scales with the least error", FOUR_OVER_SIX: ", each scale the better of two"}
+SEARCHED = {
+    MSE: ", scales with the least error", FOUR_OVER_SIX: ", each scale the better of two",
+    EITHER: ", scales of either sign", POSITIVE: ", scales for all codes",
+}  # fmt: skip
 SHORT = {"float8_e4m3fn": "fp8", "float4_e2m1fn": "fp4"}
 
 
@@ -64,9 +67,13 @@ def _explained(words: str) -> str:
     return f"{text}{''.join(f', {word} scales' for word in scales)}{', at run time' if dynamic else ''}"
 
 
-def scale_words(format_: Format) -> str:
-    """The formula of a block's scale, for the expressions of a plan."""
-    return "calibration: clip * amax" if format_.clipped else format_.weight[0].search or "amax"
+def scale_words(format_: Format, of: str, joined: str = "") -> str:
+    """The formula of a block's scale, for the expressions of a plan. `joined`: who shares it."""
+    first = format_.weight[0]
+    if first.search in (EITHER, POSITIVE):
+        return f"{'calibration: least error' if format_.weighted else 'all codes'}({of}){joined}"
+    amax = "calibration: clip * amax" if format_.clipped else first.search or "amax"
+    return f"{amax}({of}){joined} / {first.maxbound:g}"
 
 
 def amax_words(numeric: Numeric, what: str) -> str:

@@ -27,7 +27,15 @@ from bridge.streaming.context import ConversionContext, Sink, StepResult
 from bridge.streaming.experts import write_experts
 from bridge.streaming.passthrough import copy_step
 from bridge.streaming.rows import Part, Rows, join
-from bridge.streaming.scales import clip_of, importance_of, row_factor_of, smoothing_of, write_constants, write_scales
+from bridge.streaming.scales import (
+    clip_of,
+    importance_of,
+    importance_of_all,
+    row_factor_of,
+    smoothing_of,
+    write_constants,
+    write_scales,
+)
 
 # The least number that rounds to infinity: halfway between the largest number and the one that would follow it.
 OVERFLOW = {"float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119, "float32": 2.0**128 - 2.0**103}
@@ -183,7 +191,8 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
             nonzero = nonzero or bool(bits.any())
             importance = importance_of(step, same[0].slice, context.calibration)
             own = None if clip is None else clip.rows(first, first + len(bits))
-            encoded = encoder.rows(bits, same[0].first, maxima, importance, own, taken)
+            of_same = taken and taken.cut(slice(same[0].first - first, same[-1].stop - first), across=False)
+            encoded = encoder.rows(bits, same[0].first, maxima, importance, own, of_same)
             sink(outputs["weight"], encoded["codes"], written)
             written += encoded["codes"].nbytes
             if "scale" in encoded:
@@ -231,6 +240,7 @@ def encode_whole(step: Step, context: ConversionContext, buffers: Buffers, amax:
         clip=clip_of(step, context.plan.sources, context.calibration),
         name=", ".join(part.source for part in step.inputs),
         chosen=chosen.whole() if chosen else None,
+        importance=importance_of_all(step, context.calibration),
     )
     block = step.format.weight[0].block
     if len(block) == 2:  # the target's block scales have one axis: [in / block, out]

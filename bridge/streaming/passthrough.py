@@ -1,8 +1,9 @@
 """Copy codes and scales of a quantized source into the target's layout.
 
 It never quantizes again. A code that is NaN and a scale that is not finite, negative or zero raise SourceError, with
-one exception: the E4M3 scale of a block under a scale of its weight (NVFP4) may be zero. Writers without a floor round
-the scales of tiny blocks to zero; every reader multiplies by them, so that the block is zeros everywhere.
+two exceptions: the E4M3 scale of a block under a scale of its weight (NVFP4) may be zero. Writers without a floor round
+the scales of tiny blocks to zero; every reader multiplies by them, so that the block is zeros everywhere. And a scale
+of integers may be negative (AutoRound's half of the time) where the layout takes that, `Encoding.signed`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def copy_step(step: Step, source: Source, sink: Sink) -> None:
     if step.layout is Layout.WHOLE:
         sink(codes, _turned_codes(step, members), 0)
         if scale and scale.spec.shape:
-            turned = [_turned_scale(scale, *member) for member in members]
+            turned = [_turned_scale(scale, *member, step.coding.signed) for member in members]
             sink(scale, np.concatenate(turned, axis=-1), 0)
         return
     at = dict.fromkeys(outputs, 0)
@@ -81,7 +82,7 @@ def _rows(
     packed = packing(first, "out_in", False, step.coding)
     for part, stored in members:
         cells = cells_of(stored)
-        for at, codes, grid in _pieces(part, stored):
+        for at, codes, grid in _pieces(part, stored, step.coding.signed):
             if step.coding.values:
                 yield "weight", _fake_quantized(codes, grid, stored, step.coding.values)
             else:
@@ -91,18 +92,18 @@ def _rows(
             yield "scale", _stored_scales(grid, scale, stored)
 
 
-def _pieces(part: Slice, stored: QuantizedWeight) -> Iterator[tuple[int, Array, Array]]:
+def _pieces(part: Slice, stored: QuantizedWeight, signed: bool) -> Iterator[tuple[int, Array, Array]]:
     """Yield (first row, codes of one byte each, their grid of scales), about `PIECE` codes at a time."""
     cells = cells_of(stored)
     (begin, end), (left, right) = spans(part, stored)
     down = cells.down if cells.down < cells.rows else 1
     unit = math.lcm(down, 2)
     pieces = max(PIECE // max(cells.cols, 1) // unit, 1) * unit
-    constant = _scales(stored, 0, 1) if cells.down >= cells.rows else None
+    constant = _scales(stored, 0, 1, signed) if cells.down >= cells.rows else None
     for a in range(begin, end, pieces):
         b = min(a + pieces, end)
         codes = np.ascontiguousarray(_codes(stored, a, b)[:, left:right])
-        grid = _scales(stored, a // down, -(-b // down)) if constant is None else constant
+        grid = _scales(stored, a // down, -(-b // down), signed) if constant is None else constant
         yield a - begin, codes, grid[:, left // cells.across : -(-right // cells.across)]
 
 
@@ -128,17 +129,17 @@ def _turned_codes(step: Step, members: list[tuple[Slice, QuantizedWeight]]) -> A
     out = np.empty(shape, DTYPES[step.coding.values].storage if step.coding.values else np.uint8)
     word, first = f"u{out.itemsize}", 0
     for (part, stored), (rows, _) in zip(members, extents, strict=True):
-        for at, codes, grid in _pieces(part, stored):
+        for at, codes, grid in _pieces(part, stored, step.coding.signed):
             piece = _fake_quantized(codes, grid, stored, step.coding.values) if step.coding.values else codes
             transpose_into(piece.view(word), 0, out.view(word), first + at, *piece.shape)
         first += rows
     return out if step.coding.values else packed_codes(out, step.format.weight[0].dtype, "in")
 
 
-def _turned_scale(output: Output, part: Slice, stored: QuantizedWeight) -> Array:
+def _turned_scale(output: Output, part: Slice, stored: QuantizedWeight, signed: bool) -> Array:
     """All scales as [in / block, out]; a tile's scale repeats along `out`, for targets whose blocks have one axis."""
     cells = cells_of(stored)
-    grid = _scales(stored, 0, cells.shape[0])
+    grid = _scales(stored, 0, cells.shape[0], signed)
     if cells.down > 1:
         grid = grid.repeat(cells.down, axis=0)[: cells.rows]
     rows, (left, right) = spans(part, stored)
@@ -157,10 +158,11 @@ def _codes(stored: QuantizedWeight, begin: int, end: int) -> Array:
     return codes
 
 
-def _scales(stored: QuantizedWeight, begin: int, end: int) -> Array:
-    """Rows of the grid of scales, see `scale_rows`; SourceError if one is not a valid scale."""
+def _scales(stored: QuantizedWeight, begin: int, end: int, signed: bool) -> Array:
+    """Rows of the grid of scales, see `scale_rows`; SourceError if one is not a valid scale.  signed: negative is."""
     grid, kind = scale_rows(stored, begin, end), stored.format.weight[0].scale_dtype
-    _sound(grid if stored.scale_is_float else values(grid, kind), stored.parts["scale"], zero=kind == "float8_e4m3fn")
+    known = (grid if stored.scale_is_float else values(grid, kind)), stored.parts["scale"]
+    _sound(np.abs(known[0]) if signed else known[0], known[1], zero=kind == "float8_e4m3fn")
     return grid
 
 

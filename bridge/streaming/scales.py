@@ -101,6 +101,13 @@ def importance_of(step: Step, part: Slice, calibration: Calibration | None) -> A
     return np.asarray(calibration.input_square[part.module or step.site.module][slice(*(part.inner or (None, None)))])
 
 
+def importance_of_all(step: Step, calibration: Calibration | None) -> Array | None:
+    """The same for a matrix that is coded whole: the mean of those of its slices, which read one input."""
+    of_slices = [importance_of(step, part, calibration) for part in step.inputs if part.source]
+    known = [one for one in of_slices if one is not None]
+    return np.asarray(np.mean(known, axis=0, dtype=np.float32)) if known else None
+
+
 def clip_of(step: Step, specs: Mapping[str, TensorSpec], calibration: Calibration | None) -> Clip | None:
     """The clips of the blocks of a step's matrix; None if its format has none."""
     if not (step.format and step.format.clipped):

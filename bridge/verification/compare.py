@@ -19,6 +19,7 @@ from bridge.quant.codec.arrays import Array, amax, cast, matrix, smooth, transpo
 from bridge.quant.codec.blocks import grid, packing
 from bridge.quant.codec.decode import values
 from bridge.quant.codec.encode import CalibratedCodes
+from bridge.quant.codec.search import searched_scales
 from bridge.quant.smoothing import Smoothing, multiplied
 from bridge.sources.source import Source, lazy
 from bridge.streaming.experts import PARTS, expert
@@ -75,17 +76,27 @@ def _compare_rows(
         stop = parts[-1].stop
         stored = output.rows(codes, first, stop, rows.rows, buffers)
         stored = stored.reshape(-1, codes.spec.nbytes // (rows.rows // 2 if packed == "out" else rows.rows))
-        if step.format.weighted:
-            assert every is not None, "scales are among the codes"
-            for part in parts:
-                own = stored[part.first - first : part.stop - first]
-                total += comparer.rows(part.bits, own, every, scales.importance(step, part.slice))
-            continue
-        bits = join([(part, smoother(part.slice.module, part.bits, part.first)) for part in parts], buffers)
         factor = every
         if factor is None:
             assert scale
             factor = output.rows(scale, first // down, -(-stop // down), blocks.shape[0], buffers)
+        if step.format.weighted:
+            for part in parts:
+                begin, end = part.first - first, part.stop - first
+                own = factor.reshape(stop - first, -1)[begin:end] if scale else factor
+                coded = stored[begin // 2 : -(-end // 2)] if packed == "out" else stored[begin:end]
+                importance = scales.importance(step, part.slice)
+                sums = comparer.rows(part.bits, coded, own, importance)
+                if step.format.ordered and not scales.copies(step):
+                    others = 0
+                    if chosen is not None and importance is not None:
+                        taken = chosen.rows(first, stop).cut(slice(begin, end), across=False)
+                        value = _chosen_values(part.bits, rows.spec.dtype, taken, numeric[0], "out_in", 1.0, importance)
+                        others = of_chosen.rows(value, coded, own).not_nearest
+                    sums = replace(sums, not_nearest=others)
+                total += sums
+            continue
+        bits = join([(part, smoother(part.slice.module, part.bits, part.first)) for part in parts], buffers)
         sums = comparer.rows(bits, stored, factor)
         if step.format.compensated and not scales.copies(step):
             others = 0  # codes that are not those that were chosen, if a calibration says which were
@@ -126,26 +137,36 @@ def _compare_whole(
     chosen = scales.chosen(step, source)
     if chosen is None:
         return replace(sums, not_nearest=0)
-    value = _chosen_values(bits, rows.spec.dtype, chosen.whole(), weights[0], layout, scales.above(step))
+    value = _chosen_values(
+        bits, rows.spec.dtype, chosen.whole(), weights[0], layout, scales.above(step), scales.importance_of_all(step)
+    )
     return replace(sums, not_nearest=sums_of(value, "float32").not_nearest)
 
 
 def _chosen_values(
-    bits: Array, dtype: str, chosen: CalibratedCodes, numeric: Numeric, layout: str, above: float
+    bits: Array,
+    dtype: str,
+    chosen: CalibratedCodes,
+    numeric: Numeric,
+    layout: str,
+    above: float,
+    importance: Array | None = None,
 ) -> Array:
     """Return the float32 values of chosen codes under the scales that were chosen, or that a weight's maxima give.
 
     bits: some rows of the weight, or all of it; codes have the same axes.  above: the scale above chosen scales.
+    importance: with which scales were searched.
     """
     assert chosen.codes is not None
-    flat, own, block = matrix(bits), np.ascontiguousarray(chosen.codes), numeric.block[0]
-    if layout == "in_out":
-        flat, own = transposed(flat), transposed(own)
-    if chosen.scales is None:
-        scale = amax(flat, dtype, 1, block) / np.float32(numeric.maxbound)
+    flat = transposed(matrix(bits)) if layout == "in_out" else matrix(bits)
+    if importance is not None:
+        scale = searched_scales(flat, dtype, numeric, importance)
+    elif chosen.scales is None:
+        scale = amax(flat, dtype, 1, numeric.block[0]) / np.float32(numeric.maxbound)
     else:
         scale = values(np.ascontiguousarray(chosen.scales), numeric.scale_dtype) * np.float32(above)
-    found = values(own, numeric.dtype, scale, 1, block)
+    own = np.ascontiguousarray(chosen.codes)
+    found = values(transposed(own) if layout == "in_out" else own, numeric.dtype, scale, 1, numeric.block[0])
     return transposed(found) if layout == "in_out" else found
 
 

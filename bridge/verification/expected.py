@@ -23,7 +23,7 @@ from bridge.quant.smoothing import Smoothing, mean_scale, row_factor
 from bridge.sources.source import Source
 from bridge.streaming.calibrated_codes import CalibratedRows, calibrated_rows
 from bridge.streaming.passthrough import copied_constants
-from bridge.streaming.scales import importance_of, input_modules, row_factor_of, smoothing_of
+from bridge.streaming.scales import importance_of, importance_of_all, input_modules, row_factor_of, smoothing_of
 
 KV = ("k_scale", "v_scale", "kv_scale")
 E4M3_MAX = 448.0
@@ -105,6 +105,10 @@ class ExpectedScales:
     def importance(self, step: Step, part: Slice) -> Array | None:
         """The weights of errors with which codes of a slice were searched; None if no calibration says them."""
         return None if self._calibration is None else importance_of(step, part, self._calibration)
+
+    def importance_of_all(self, step: Step) -> Array | None:
+        """The same of all slices of a step that is coded whole."""
+        return None if self._calibration is None else importance_of_all(step, self._calibration)
 
     def chosen(self, step: Step, source: Source) -> CalibratedRows | None:
         """What was chosen of the weight of a step; None if nothing was, or if no calibration has it."""

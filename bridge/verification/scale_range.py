@@ -18,7 +18,7 @@ LEAST = -149  # the power of the least float32
 
 @dataclass(frozen=True)
 class ScaleStats:
-    """`unusable`: scales that are zero, negative or not finite. `powers`: floor(log2(scale)) -> count in the sample."""
+    """`unusable`: scales that are zero, negative or not finite. `powers`: floor(log2 |scale|) -> sampled ones."""
 
     count: int = 0
     unusable: int = 0
@@ -29,9 +29,10 @@ class ScaleStats:
         return ScaleStats(self.count + other.count, self.unusable + other.unusable, powers)
 
 
-def scale_stats(scales: Array) -> ScaleStats:
-    """Check every scale, and count an even sample by powers of two."""
+def scale_stats(scales: Array, signed: bool = False) -> ScaleStats:
+    """Check every scale, and count an even sample by powers of two.  signed: whether they may be negative."""
     flat = scales.reshape(-1)
+    flat = np.abs(flat) if signed else flat
     if not flat.size:
         return ScaleStats()
     unusable = 0

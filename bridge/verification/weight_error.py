@@ -24,6 +24,8 @@ from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, WORDS, Grid, grid, packi
 from bridge.quant.codec.decode import by_row, split_blocks, values
 from bridge.quant.codec.fake_quant import runtime_codes
 from bridge.quant.codec.ggml import TYPES, own_rounding
+from bridge.quant.codec.scales import Scales
+from bridge.quant.codec.search import searched_scales
 from bridge.verification.scale_range import ScaleStats, scale_stats
 
 KINDS = {"int8": INT8, "int4": INT4, "float8_e4m3fn": E4M3, "float8_e5m2": E5M2, "float4_e2m1fn": E2M1}
@@ -162,7 +164,7 @@ class Comparer:
 
         bits: storage array (rows, cols).  stored: the bytes of their codes; or of fake-quantized floats, which are
         coded first, as a runtime does.  scale: the bytes of their scales, as stored.  importance: (in,), with which
-        codes were searched; they are searched again, since a gate does not see that of another matrix.
+        codes or scales were searched; they are searched again, since a gate does not see that of another matrix.
         """
         n, blocks = len(bits), self._blocks
         if self._searched:
@@ -171,8 +173,9 @@ class Comparer:
             stored, scale = self._split(stored.reshape(n, -1))
         down = min(blocks.down, max(n, 1))
         factor = (scale if self._blocks_of else self._factor(scale)).reshape(-(-n // down), blocks.shape[1])
-        used = factor[factor > 0] if self._zeros else factor
-        scales = ScaleStats() if self._counted else scale_stats(used)
+        used = factor[factor != 0] if self._zeros else factor
+        signed = self._coding.signed or self._blocks_of == "q4_0"
+        scales = ScaleStats() if self._counted else scale_stats(used, signed)
         self._counted = blocks.down >= blocks.rows
         if self._coding.values:
             stored = self._coded(stored, factor, down)
@@ -200,7 +203,17 @@ class Comparer:
         worst, not_nearest = math.sqrt(float(sums[:, 3].max())), int(sums[:, 4].sum())
         dot, largest = (source + decoded - error) / 2, float(sums[:, 5:].max(initial=0))
         found = ErrorSums(dot, source, decoded, error, worst, not_nearest, bits.size, scales)
+        if importance is not None:
+            found = replace(found, not_repeated=self._otherwise(bits, factor, importance), repeated=bits.size)
         return replace(found, largest=largest) if largest else found
+
+    def _otherwise(self, bits: Array, factor: Array, importance: Array) -> int:
+        """The codes of blocks whose scale is not the one that a search with the importance finds."""
+        block = self._first.block[0]
+        stored = factor[:, :: block // self._blocks.across]  # ggml's blocks repeat a scale
+        scales = searched_scales(bits, self._dtype, self._first, importance)
+        again = Scales((self._first,), self._dtype, self._coding, None).of_signed(scales)[1]
+        return int((again != stored).sum()) * block
 
     def _of_searched(self, values: Array, stored: Array, importance: Array | None) -> ErrorSums:
         """The error sums of float32 rows; with an importance, their codes are searched again."""
@@ -213,15 +226,9 @@ class Comparer:
         return replace(found, not_repeated=int(changed.sum()) * kind.block, repeated=values.size)
 
     def _split(self, stored: Array) -> tuple[Array, Array]:
-        """One-byte codes of ggml's blocks and their factors, none negative: the codes change their sign instead."""
+        """One-byte codes of ggml's blocks and their factors."""
         codes, factor = split_blocks(stored, self._blocks_of, self._blocks.cols)
-        if self._above is not None:
-            return codes, factor * self._above
-        negative = factor < 0
-        if negative.any():
-            grouped = codes.reshape(*factor.shape, -1)
-            grouped[negative] = np.negative(grouped[negative].view(np.int8)).view(np.uint8)
-        return codes, np.abs(factor)
+        return codes, factor if self._above is None else factor * self._above
 
     def _coded(self, stored: Array, factor: Array, down: int) -> Array:
         kind, dtype = np.dtype(DTYPES[self._coding.values].storage), self._coding.values

@@ -13,7 +13,7 @@ from bridge.cli.show import architectures
 from bridge.core.mappings import TableFile, own_files, read_table
 from bridge.core.values import Structure
 from bridge.quant.describe import needs, numeric, weights
-from bridge.quant.schemes.catalog import kv_names, scheme_names
+from bridge.quant.schemes.catalog import RULE, kv_names, scheme_names
 from bridge.quant.schemes.load import load_scheme, with_kv
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.configs.families import parse_family
@@ -78,9 +78,16 @@ def _said(name: str, dialect: Dialect, file: TableFile) -> str:
     return ", ".join(["read"] * reads + ["written"] * (name in target_names())) or "no"
 
 
+def address(name: str) -> str:
+    """The address of a scheme's page, `schemes/int4-rtn.md` of `int4:rtn`."""
+    return f"schemes/{name.replace(RULE, '-')}.md"
+
+
 def cell(scheme: Scheme, target: Target) -> str:
     """`yes`, the flag that it takes, or `no`."""
     plain = target.Options()
+    if any(format_.ordered for format_ in scheme.formats):  # layouts with scales of either sign
+        return {"gguf": "yes", "hf": "`--format compressed-tensors`"}.get(target.name, "no")
     if _fits(scheme, target, plain):
         return "yes"
     for entry in dataclasses.fields(plain):

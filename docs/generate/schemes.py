@@ -8,14 +8,14 @@ from pathlib import Path
 
 import bridge
 from bridge.cli.show import describe
-from bridge.core.dtypes import DTYPES
+from bridge.core.dtypes import DTYPES, SEARCHED
 from bridge.core.errors import PlanError
 from bridge.core.mappings import find_table_file
 from bridge.planning.plan import Plan, Step
-from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.catalog import RULE, scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.targets import load_target, target_names
-from docs.generate.matrix import cell, table
+from docs.generate.matrix import address, cell, table
 from docs.generate.targets import MODEL
 
 ROOT = Path(__file__).parent.parent.parent
@@ -24,12 +24,13 @@ ROOT = Path(__file__).parent.parent.parent
 def pages() -> dict[str, str]:
     """File name -> page, one per scheme."""
     named = tests()
-    return {f"schemes/{name}.md": page(name, named[name]) for name in scheme_names()}
+    return {address(name): page(name, named[name]) for name in scheme_names()}
 
 
 def page(name: str, named: list[tuple[str, str]]) -> str:
     """Everything known about a scheme without running it, and the tests that run it."""
-    scheme, path = load_scheme(name), find_table_file("schemes", name)
+    layout, _, rule = name.partition(RULE)
+    scheme, path = load_scheme(name), find_table_file("rules" if rule else "schemes", layout)
     assert path
     targets = {target: cell(scheme, load_target(target)) for target in target_names()}
     taken = [target for target, said in targets.items() if said != "no"]
@@ -46,7 +47,7 @@ def page(name: str, named: list[tuple[str, str]]) -> str:
             table(["", ""], facts),
             _calibration(name),
             "## What is written for a matrix",
-            _written(name, shown),
+            _written(name, shown, {"format": "compressed-tensors"} if "compressed-tensors" in targets[shown] else {}),
             "## Which targets take it",
             table(["target", "taken"], [[f"[`{t}`](../targets/{t}.md)", said] for t, said in targets.items()]),
             "## How it is tested",
@@ -63,17 +64,18 @@ def _calibration(name: str) -> str:
     if not scheme.needs_calibration:
         return "It needs no calibration. No framework is loaded, and rows stream from shard to shard."
     if not scheme.needs_modelopt:
-        return "The plain model calibrates it, without ModelOpt; or it takes what llama.cpp's llama-imatrix wrote."
+        also = "; or it takes what llama.cpp's llama-imatrix wrote" if scheme.weight[0].dtype in SEARCHED else ""
+        return f"The plain model calibrates it, without ModelOpt{also}."
     said = "ModelOpt calibrates it (`pip install '.[calibrate]'`), once for all targets."
     if not scheme.simulation_needs_cuda:
         return said
     return f"{said} Its outputs are compared with ModelOpt's own only with CUDA: {scheme.simulation_needs_cuda}."
 
 
-def _written(name: str, target: str) -> str:
+def _written(name: str, target: str, options: dict[str, str]) -> str:
     scheme = load_scheme(name)
     try:
-        plan = bridge.plan(MODEL, target, replace(scheme, only=()))  # the tiny Llama has no experts
+        plan = bridge.plan(MODEL, target, replace(scheme, only=()), **options)  # the tiny Llama has no experts
     except PlanError:  # its rows are too narrow
         kind = scheme.weight[0]
         size = DTYPES[kind.dtype]

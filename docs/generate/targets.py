@@ -20,7 +20,7 @@ from bridge.sources.opening import KINDS
 from bridge.targets import load_target
 from bridge.targets.onnx.files import files_of
 from bridge.targets.tasks import tasks as all_tasks
-from docs.generate.matrix import cell, kv_cell, table
+from docs.generate.matrix import address, cell, kv_cell, table
 
 MODEL = Path(__file__).parent.parent.parent / "examples" / "models" / "tiny-llama"
 
@@ -44,7 +44,7 @@ def takes(name: str) -> str:
     """The schemes and KV caches that a target takes, with the flags that they need."""
     target = load_target(name)
     cells = [(scheme, cell(load_scheme(scheme), target)) for scheme in scheme_names()]
-    rows = [[f"[`{scheme}`](../schemes/{scheme}.md)", said, load_scheme(scheme).summary] for scheme, said in cells]
+    rows = [[f"[`{scheme}`](../{address(scheme)})", said, load_scheme(scheme).summary] for scheme, said in cells]
     rows = [row for row in rows if row[1] != "no"]
     caches = [kv for kv in kv_names() if kv_cell(with_kv(load_scheme("fp8"), kv), target) == "yes"]
     cached = f"`kv=`: {', '.join(f'`{kv}`' for kv in caches)}." if caches else "It takes no quantized KV cache."

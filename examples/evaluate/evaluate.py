@@ -70,6 +70,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="documents of each task")
     parser.add_argument("--print", action="store_true", help="print the commands, and run nothing")
     given = parser.parse_args()
+    if missing := [name for name in ("bridge.json", "report.json") if not (given.out / name).is_file()]:
+        raise SystemExit(f"{given.out}: has no {missing[0]}; give a directory that `qbridge convert` wrote")
     target = json.loads((given.out / "bridge.json").read_text())["plan"]["target"]
     default = "onnxruntime-genai" if target == "ort" else "vllm" if find_spec("vllm") else "hf"
     program = given.program or default

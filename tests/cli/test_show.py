@@ -14,6 +14,7 @@ from rich.console import Console
 import bridge
 from bridge.cli.show import describe
 from bridge.cli.terminal import Terminal
+from bridge.core.errors import UsageError
 from bridge.core.text import fold, size
 from bridge.core.values import Slice, TensorSpec
 from bridge.planning.plan import Output, Plan, Step
@@ -241,3 +242,9 @@ def test_each_scheme_is_one_line_of_120_columns_with_what_it_costs() -> None:
     said = next(line for line in lines if line.split()[0] == "int4_mse")
     assert said.split()[1:5] == ["4.25", "16", kl, "no"] and "unquantized" not in said
     assert [line.split()[3] for line in lines if line.split()[0] == "nvfp4_experts_only"] == ["-"]
+
+
+def test_a_file_that_is_no_recipe_is_told_what_shows_it(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UsageError, match=r"neither a recipe \(.toml\) nor a calibration; `qbridge plan`"):
+        describe(str(tmp_path / "model.gguf"))

@@ -78,3 +78,8 @@ def test_the_harness_scores_both_and_the_quantized_one_a_little_worse(out: Path)
     row = re.search(r"^sentences +bits_per_byte +(\S+) +(\S+) +(\S+)$", done.stdout, re.MULTILINE)
     assert row and 0 < float(row[3]) < 0.2 * float(row[1])
     assert re.search(r"^word_order +acc +1\.0000 ", done.stdout, re.MULTILINE)
+
+
+def test_a_directory_that_convert_did_not_write_is_refused(tmp_path: Path) -> None:
+    ended = evaluate(str(tmp_path), "--against", MODEL, "--print")
+    assert ended.returncode == 1 and ended.stderr.startswith(f"{tmp_path}: has no bridge.json; ")

@@ -38,11 +38,13 @@ def collect_codes(root: Any, bindings: Iterable[QuantizerBinding], origins: Mapp
     for weight, own in by_site.items():
         site, form, names = own[0].site, own[0].format, [binding.module for binding in own]
         turned, origin = site.layout == "in_out", origins[weight]
-        modules = [root.get_submodule(_module_of(part, names)) for part in origin.parts]
+        modules = [root.get_submodule(module_of(part, names)) for part in origin.parts]
         if form.compensated:
-            found[CODES][site.module] = _packed(_stored([_codes_of(one, form) for one in modules], origin, turned))
+            found[CODES][site.module] = packed_nibbles(
+                stored_axes([_codes_of(one, form) for one in modules], origin, turned)
+            )
         if form.rescaled:
-            scales = _stored([_scales_of(one, form) for one in modules], origin, turned)
+            scales = stored_axes([_scales_of(one, form) for one in modules], origin, turned)
             found[SCALES][site.module] = np.ascontiguousarray(
                 (scales.T if turned else scales)[:, :: form.weight[0].block[0]]
             )
@@ -51,13 +53,13 @@ def collect_codes(root: Any, bindings: Iterable[QuantizerBinding], origins: Mapp
     return found
 
 
-def _module_of(part: LiveSlice, modules: Sequence[str]) -> str:
+def module_of(part: LiveSlice, modules: Sequence[str]) -> str:
     """The live module that has a part of a weight: a tied head is its own module."""
     live = part.live.rpartition(".")[0]
     return live if live in modules else modules[0]
 
 
-def _stored(live: Sequence[np.ndarray], origin: Origin, turned: bool) -> np.ndarray:
+def stored_axes(live: Sequence[np.ndarray], origin: Origin, turned: bool) -> np.ndarray:
     """Values of live matrices (out, in), as the checkpoint has them."""
     parts = [part.of(one.T if turned else one) for part, one in zip(origin.parts, live, strict=True)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, origin.axis)
@@ -111,16 +113,17 @@ def _block_scales(module: Any) -> Any:
     return scale.clamp_(2.0**-9, 448.0).to(torch.float8_e4m3fn)
 
 
-def _packed(codes: np.ndarray) -> np.ndarray:
+def packed_nibbles(codes: np.ndarray) -> np.ndarray:
     """Two codes to a byte along the last axis; of an odd number the last has the code 0 beside it."""
     if codes.shape[1] % 2:
         codes = np.pad(codes, ((0, 0), (0, 1)))
     return packed_codes(np.ascontiguousarray(codes).view(np.uint8), "int4", "in")
 
 
-def with_weights_digest(provenance: Provenance, source: Source, structure: Structure, seen: Statistics) -> Provenance:
+def with_weights_digest(
+    provenance: Provenance, source: Source, structure: Structure, modules: Collection[str]
+) -> Provenance:
     """Return a provenance that says for which weights the codes and scales of some modules were chosen."""
-    modules = {*seen[CODES], *seen[SCALES]}
     return replace(provenance, weights=digest_of_weights(source, structure, modules)) if modules else provenance
 
 

@@ -5,7 +5,7 @@ The plain model runs, without ModelOpt. Like every statistic here it counts all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bridge.calibration.algorithms.codes import with_weights_digest
 from bridge.calibration.importance.watch import ExpertCalls
 from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import copy_modules, loop_over, provenance_of
@@ -50,8 +51,13 @@ def measure_importance(
     model, sites = source.load_skeleton() if by_blocks else source.load_model(), job.structure.sites
     formats = {site.module: form for site in sites if (form := scheme.format_of(site))}
     weighted = [s for s in sites if getattr(formats[s.module], "weighted", False) and s.layout != "conv"]
-    bindings = bind(weighted, formats, live_names(model, source.specs), tied_names(model))
+    origins = live_names(model, source.specs)
+    bindings = bind(weighted, formats, origins, tied_names(model))
     watch, held = InputSquares(bindings), None
+    if any(one.format.ordered for one in bindings):
+        from bridge.calibration.importance.columns import ColumnCodes
+
+        watch = ColumnCodes(bindings, origins, scheme)
     if by_blocks:
         from bridge.calibration.walk.run import watch_by_blocks
 
@@ -64,11 +70,22 @@ def measure_importance(
         watch.run(loop_over(data, model, job.progress), copied)
     squares, applied = settle_importance(watch.measured(model), scheme.policies, job.needed)
     if added_to is not None:
-        return replace(added_to, input_square=squares, applied=(*added_to.applied, *applied))
+        chosen = {*added_to.chosen, *watch.codes}
+        return replace(
+            added_to,
+            provenance=with_weights_digest(added_to.provenance, source, job.structure, chosen),
+            input_square=squares,
+            weight_codes={**added_to.weight_codes, **watch.codes},
+            applied=(*added_to.applied, *applied),
+        )
     provenance = provenance_of(job, model, ("qbridge", "torch", "transformers"))
+    provenance = with_weights_digest(provenance, source, job.structure, watch.codes)
     if not by_blocks and reads_held_out(model, data):
         held = answer_of(model, data)
-    return Calibration(provenance, input_square=squares, expert_tokens=watch.tokens, applied=applied, held_out=held)
+    return Calibration(
+        provenance, input_square=squares, weight_codes=watch.codes, expert_tokens=watch.tokens, applied=applied,
+        held_out=held,
+    )  # fmt: skip
 
 
 class InputSquares(Watch):
@@ -76,7 +93,7 @@ class InputSquares(Watch):
 
     Linear layers are seen by hooks. transformers holds the experts of a layer in one module; in its eager
     implementation each expert is a call of `linear` with a part of a stacked weight. `modules`: the live modules that
-    are watched. `tokens`: those of each expert.
+    are watched. `tokens`: those of each expert. `codes`: of the modules whose codes a subclass chooses.
     """
 
     def __init__(self, bindings: Iterable[QuantizerBinding]) -> None:
@@ -94,6 +111,7 @@ class InputSquares(Watch):
         self._stacks = dict.fromkeys((one.module, one.parameter) for one in self._bindings if one.expert is not None)
         self._routing = ExpertTokens(self._bindings)
         self.tokens = self._routing.tokens
+        self.codes: dict[str, np.ndarray] = {}
 
     def run(self, loop: Callable[[Any], None], model: Any) -> None:
         """Run the loop, watched; its model may be a part that holds some of the modules."""
@@ -121,7 +139,7 @@ class InputSquares(Watch):
         self._tokens[key] = self._tokens.get(key, 0) + len(rows)
 
     def measured(self, model: Any) -> dict[str, Measured]:
-        """What was seen, by checkpoint module; of a module that is several live matrices, all of them together."""
+        """What was seen, by checkpoint module."""
         seen = {(module, name) for module, name, _ in self._tokens}
         stacked = (one for one in self._bindings if one.expert is not None)
         if hidden := [one.site.module for one in stacked if (one.module, one.parameter) not in seen]:
@@ -129,12 +147,21 @@ class InputSquares(Watch):
                 f"{', '.join(fold_layers(dict.fromkeys(hidden)))}: this model computes its experts in a way that shows "
                 'no input of a single one; keep them with a recipe (quant = "none")'
             )
-        found: dict[str, Measured] = {}
+        sites: dict[str, list[QuantizerBinding]] = {}
         for one in self._bindings:
+            sites.setdefault(one.site.module, []).append(one)
+        modules = dict(model.named_modules())
+        return {name: self.measured_of(own, modules) for name, own in sites.items()}
+
+    def measured_of(self, bindings: Sequence[QuantizerBinding], modules: Mapping[str, Any]) -> Measured:
+        """What was seen of one site; of one that is several live matrices, all of them together."""
+        found = None
+        for one in bindings:
             key = (one.module, one.parameter, -1 if one.expert is None else one.expert)
-            shape = getattr(model.get_submodule(one.module), one.parameter).shape
+            shape = getattr(modules[one.module], one.parameter).shape
             zero = np.zeros(int(shape[0] if one.site.layout == "in_out" else shape[-1]))
-            before = found.get(one.site.module, Measured(zero, 0, one.expert is not None))
+            found = found or Measured(zero, 0, one.expert is not None)
             sums, tokens = self._sums.get(key, zero), self._tokens.get(key, 0)
-            found[one.site.module] = replace(before, sums=before.sums + sums, tokens=before.tokens + tokens)
+            found = replace(found, sums=found.sums + sums, tokens=found.tokens + tokens)
+        assert found
         return found

@@ -16,7 +16,7 @@ from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import calibrate_root, of_modelopt, provenance_of, quiet
 from bridge.calibration.quantizers import QuantizerBinding
 from bridge.calibration.reference_outputs import Answers, held_out_of
-from bridge.calibration.statistics import KINDS, Statistics, collect, merge, settle_statistics
+from bridge.calibration.statistics import CODES, KINDS, SCALES, Statistics, collect, merge, settle_statistics
 from bridge.calibration.walk.block_errors import BlockErrors, BlockProbe
 from bridge.calibration.walk.blocks import Block
 from bridge.calibration.walk.diagnose import blame, broken_tensor, why_modelopt_refused
@@ -46,7 +46,8 @@ def calibrate_by_blocks(job: CalibrationJob, options: Options = Options()) -> Ca
             partial.start_again()
     model, streams, source = walk.model, walk.streams, job.source
     statistics, applied = settle_statistics(walk.seen, model.quantizers, job)
-    provenance = with_weights_digest(provenance_of(job, model.plain.model), source, job.structure, statistics)
+    chosen = {*statistics[CODES], *statistics[SCALES]}
+    provenance = with_weights_digest(provenance_of(job, model.plain.model), source, job.structure, chosen)
     held_out = job.data.held_out
     held = held_out_of(held_out, streams.source_answers, streams.answers) if held_out else None
     return Calibration(provenance=provenance, **statistics, applied=tuple(applied), held_out=held)

@@ -16,7 +16,7 @@ from bridge._kernels.quotient import product, to_brain, to_half
 from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES, SEARCHED, to_float32
 from bridge.core.errors import SchemeError
-from bridge.core.values import Encoding, Numeric
+from bridge.core.values import EITHER, POSITIVE, Encoding, Numeric
 from bridge.quant.codec import arrays, ggml, kquants
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import PLAIN, WORDS, grid, packing, stored_shapes
@@ -27,8 +27,9 @@ from bridge.quant.codec.fused import fused
 from bridge.quant.codec.kernels import ONE, make_codes
 from bridge.quant.codec.packing import Take, packed_codes
 from bridge.quant.codec.scales import Scales
-from bridge.quant.codec.search import fp4_scales, integer_amax
+from bridge.quant.codec.search import fp4_scales, integer_amax, integer_scales
 
+BY_SIGN = (EITHER, POSITIVE)
 PIECE = 1 << 19  # values that `encode` gives to an Encoder at once: fewer cost calls
 
 
@@ -118,7 +119,7 @@ class Encoder:
         They lie in memory that the next call reuses. SourceError on NaN or infinity.
 
         largest: the maxima (rows, 1) for per-channel scales, if the weight is cut along `in`.
-        importance: float32 (in,), the weights of errors where llama.cpp's quantizer searches the codes.
+        importance: float32 (in,), the weights of errors where scales or, by llama.cpp's quantizer, codes are searched.
         clip: of the blocks of these rows; without it scales cover all of their amax.
         chosen: codes or scales of these rows that are taken as they are.
         """
@@ -133,7 +134,9 @@ class Encoder:
         if self._numeric.dtype in SEARCHED:
             wide = to_float32(flat, self._dtype)
             return {"codes": kquants.quantized(wide, self._packed, importance, name=self._name, take=self._take)}
-        assert importance is None, f"{self._name}: only codes of {', '.join(SEARCHED)} are searched"
+        assert importance is None or self._numeric.search in BY_SIGN, (
+            f"{self._name}: nothing is searched with an importance"
+        )
         if self._own and clip is None:
             words, _ = self._readable(flat, ONE, n)
             return {"codes": ggml.joined(*ggml.own_codes(words, self._packed, self._name, self._take), self._packed)}
@@ -143,7 +146,7 @@ class Encoder:
         if chosen.scales is not None and self._whole:
             parts, divisor = self._scales.of_codes(np.ascontiguousarray(chosen.scales))
         else:
-            parts, divisor = self._searched(flat, own) if self._search else self._scales.of(own)
+            parts, divisor = self._searched(flat, own, importance) if self._search else self._scales.of(own)
         codes = self._nearest(flat, divisor, down) if chosen.codes is None else np.ascontiguousarray(chosen.codes)
         if self._values:
             stored = self._fake_quantized(codes, parts.get("scale"), down)
@@ -168,9 +171,11 @@ class Encoder:
             make_codes(dividends, by, height, blocks.across, self._numeric.dtype, codes[part])
         return codes
 
-    def _searched(self, flat: Array, own: Array) -> tuple[dict[str, Array], Array]:
+    def _searched(self, flat: Array, own: Array, importance: Array | None) -> tuple[dict[str, Array], Array]:
         """`Scales.of` for the searched scales of some rows, whose block maxima are `own`."""
         words = arrays.readable(flat, self._dtype, self._take("single", (flat.size,), np.uint32))
+        if self._numeric.search in BY_SIGN:
+            return self._scales.of_signed(integer_scales(words, self._numeric, self._blocks.across, importance))
         if self._numeric.scale_dtype == "float32":
             return self._scales.of(integer_amax(words, own, self._numeric, self._blocks.across, self._scales.bound))
         assert self._whole is not None
@@ -227,6 +232,7 @@ def encode(
     clip: Clip | None = None,
     name: str = "weight",
     chosen: CalibratedCodes | None = None,
+    importance: Array | None = None,
 ) -> dict[str, Array]:
     """Quantize one weight: {"codes", "scale"} and "scale_2" if the scheme has a second scale.
 
@@ -236,6 +242,7 @@ def encode(
     second numeric of w4a8); else it is computed, which reads the weight twice.
     clip: of the blocks (out, blocks); without it scales cover all of their amax.
     name: for messages.  chosen: codes in the axes of `bits`, or scales (out, blocks), that are taken as they are.
+    importance: see `Encoder.rows`.
 
     codes: uint8 (fp8), int8, or two 4-bit codes to a byte, the even one in the low nibble (int32, floats: `Encoding`).
     scale: (), (out,) or a grid of blocks in the stored axes; uint8 bits of e4m3 (NVFP4) or e8m0 (MX).
@@ -263,7 +270,7 @@ def encode(
         panel = arrays.transposed(flat[:, rows]) if across else flat[rows]
         clips = None if clip is None else clip.rows(rows.start, rows.stop)
         own = chosen and chosen.cut(rows, across)
-        for key, array in encoder.rows(panel, rows.start, clip=clips, chosen=own).items():
+        for key, array in encoder.rows(panel, rows.start, importance=importance, clip=clips, chosen=own).items():
             _place(array, out[key], at[key], turned)
             at[key] += len(array)
     return out

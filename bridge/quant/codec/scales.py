@@ -85,6 +85,15 @@ class Scales:
         divisor = scale / above if self._reciprocal else scale * above
         return {"scale": codes}, np.maximum(divisor, np.float32(SMALLEST["float32"]))
 
+    def of_signed(self, scale: Array) -> tuple[dict[str, Array], Array]:
+        """The same for float scales (rows, blocks) that were chosen, and that may be negative."""
+        parts, divisor = self.of(np.abs(scale) * np.float32(self.bound))
+        negative = scale < 0
+        divisor = np.where(negative, -divisor, divisor)  # a copy: the stored scale may be the same array
+        bits = parts["scale"].view(f"u{parts['scale'].itemsize}")
+        bits[negative] ^= bits.dtype.type(1 << (8 * bits.itemsize - 1))
+        return parts, divisor
+
     def _single(self, largest: Array, tiny: float) -> tuple[Array, Array]:
         """The scale as stored, and its value in float32."""
         scale = _scale(largest, self.bound, tiny)

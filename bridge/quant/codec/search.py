@@ -1,18 +1,18 @@
 """Search the scales of blocks under which a weight changes least.
 
-ModelOpt's `mse_calibrate` (nvidia-modelopt 0.47, torch/quantization/model_calib.py) with its candidates, and its rule
-that the first of equal ones is taken. Errors are float32 sums; where two candidates differ in the last digits of theirs
-alone, another order of adding, such as that of another processor in torch, may choose the other one.
-`tests/oracles/codec_reference.py` has the formulas in plain torch.
+"mse" and "four_over_six" are ModelOpt's `mse_calibrate` (nvidia-modelopt 0.47, torch/quantization/model_calib.py) with
+its candidates, and its rule that the first of equal ones is taken. Errors are float32 sums; where two candidates differ
+in the last digits of theirs alone, another order of adding, such as that of another processor in torch, may choose the
+other one. `tests/oracles/codec_reference.py` has the formulas in plain torch. "either" and "positive" are ours.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from bridge._kernels.search import e4m3_sweep, fp4_errors, integer_sweep
-from bridge.core.values import FOUR_OVER_SIX, MSE, Numeric
-from bridge.quant.codec.arrays import Array
+from bridge._kernels.search import e4m3_sweep, fp4_errors, integer_sweep, signed_scales, weighted_sweep
+from bridge.core.values import FOUR_OVER_SIX, MSE, POSITIVE, Numeric
+from bridge.quant.codec.arrays import Array, readable
 from bridge.quant.codec.decode import values
 from bridge.quant.codec.kernels import INTEGER_RANGE, fp8_codes
 
@@ -22,6 +22,9 @@ SIX_OR_FOUR = (1.0, 1.5)  # the largest value of a block becomes a code of 6, or
 ZERO = np.float32(2.0**-24)  # ModelOpt's quantizers take a smaller amax for zero
 # Multipliers in the order of their distance to 0.94, which half of the blocks of normal values take.
 LIKELY = np.array(sorted(range(STEPS), key=lambda at: abs(at - 7)))
+# What is tried beside all of the range: the largest value becomes a code of 5 to 9 of INT4's 8; values beyond the last
+# code saturate. tests/quant/codec/test_search.py
+STEP, TRIED = 0.2, np.arange(-15, 6)
 E4M3_MAX, LEAST = np.float32(448), np.float32(2.0**-9)
 SCALES = values(np.arange(1, 127, dtype=np.uint8).reshape(1, -1), "float8_e4m3fn").reshape(-1)  # all but 0 and NaN
 
@@ -47,6 +50,30 @@ def integer_amax(words: Array, amax: Array, numeric: Numeric, across: int, bound
     chosen = np.empty(amax.shape, np.float32)
     integer_sweep(words, amax, multipliers(), LIKELY, np.float32(bound), ZERO, across, low, high, chosen)
     return chosen
+
+
+def searched_scales(bits: Array, dtype: str, numeric: Numeric, importance: Array | None) -> Array:
+    """`integer_scales` of a storage array (rows, in)."""
+    words = readable(bits, dtype, np.empty(bits.size, np.uint32))
+    return integer_scales(words, numeric, numeric.block[0], importance)
+
+
+def integer_scales(words: Array, numeric: Numeric, across: int, importance: Array | None) -> Array:
+    """The scales (rows, blocks) that use all codes of an integer dtype; those of `EITHER` may be negative.
+
+    importance: float32 (in,), the mean square of each input, which weighs errors; without it the largest value of a
+    block becomes the code of the largest magnitude (ggml's Q4_0, AutoRound), or half a code more than the last one
+    (`POSITIVE`, llm-compressor).  Other arguments: see `integer_amax`.
+    """
+    (low, high), positive = INTEGER_RANGE[numeric.dtype], numeric.search == POSITIVE
+    full = (high - low) / 2 if positive else low
+    scales = np.empty((len(words), -(-words.shape[1] // across)), np.float32)
+    if importance is None:
+        signed_scales(words, np.float32(full), int(positive), across, scales)
+    else:
+        levels = (full + STEP * TRIED * np.sign(full)).astype(np.float32)
+        weighted_sweep(words, importance, levels, int(positive), across, low, high, scales)
+    return scales
 
 
 def fp4_scales(words: Array, amax: Array, numeric: Numeric, across: int, whole: float) -> Array:

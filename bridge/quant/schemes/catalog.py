@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import SchemeError, UsageError
 from bridge.core.mappings import find_table_file, mappings, shown, table_files
 from bridge.core.parsing.file_cache import cached_by_file
 from bridge.core.text import nearest
-from bridge.core.values import Format, Numeric
+from bridge.core.values import EITHER, POSITIVE, Format, Numeric
 from bridge.quant.schemes.grammar import (
     ALGORITHMS,
     check_keys,
@@ -27,6 +28,7 @@ from bridge.quant.schemes.scheme import Scheme
 # The weight that awq_clip may have. With a second numeric ModelOpt measures amax again and drops the clips, of NVFP4 it
 # clips the scale above the blocks alone, and an input's amax would be that of the last batch.
 CLIPPED = ("int4", "block", "", 1)
+RULE = ":"  # between a layout and a rule
 KEYS = {
     "summary", "aliases", "algorithm", "needs_cuda",
     "weight", "input", "options", "parity", "policy", "only",
@@ -34,8 +36,17 @@ KEYS = {
 
 
 def scheme_names() -> list[str]:
-    """Names of the schemes, without aliases."""
-    return [path.stem for path in table_files("schemes") if path.stem != "kv"]
+    """Names of the schemes, without aliases; those with a colon name a layout and a rule of choosing its codes."""
+    names = [path.stem for path in table_files("schemes") if path.stem != "kv"]
+    return sorted([*names, *(f"{path.stem}{RULE}{rule}" for path in table_files("rules") for rule in rules_of(path))])
+
+
+def rules_of(path: Path) -> list[str]:
+    """Names of the rules in a file of `mappings/rules`."""
+    rules = read_toml(path).get("rule", {})
+    if not isinstance(rules, dict) or not all(isinstance(words, dict) for words in rules.values()):
+        raise SchemeError(f"{shown(path)}: rules are written as [rule.NAME] tables")
+    return list(rules)
 
 
 def kv_names() -> list[str]:
@@ -59,6 +70,8 @@ def named_scheme(name: str) -> Scheme:
         if word != "kv" and (path := find_table_file("schemes", word)):
             return read_scheme(path)
     word = name.lower()
+    if RULE in word:
+        return _by_rule(name, *word.split(RULE, 1))
     aliases: dict[str, Path] = {}
     for file in table_files("schemes"):
         aliases |= {alias: file for alias in read_toml(file).get("aliases", [])}
@@ -76,11 +89,34 @@ def elsewhere(word: str) -> str:
     return next((row["answer"].format(NAME=word.upper()) for row in rows if word in row["names"]), "")
 
 
+def _by_rule(name: str, layout: str, rule: str) -> Scheme:
+    """The scheme of a layout and a rule; UsageError if there is none."""
+    path = find_table_file("rules", layout)
+    if path is None:
+        known = [file.stem for file in table_files("rules")]
+        raise UsageError(f"quant={name!r}: {layout!r} is no layout that has rules; {nearest(layout, known)}")
+    if rule not in rules_of(path):
+        raise UsageError(f"quant={name!r}: {layout} has no rule {rule!r}; {nearest(rule, rules_of(path))}")
+    return read_rule(path, rule)
+
+
+def read_rule(path: Path, rule: str) -> Scheme:
+    """Parse a rule in a file of `mappings/rules`: what it says, and what the layout says."""
+    words, where = read_toml(path), shown(path)
+    own = words.pop("rule")[rule]
+    if "search" in own and isinstance(words.get("weight"), list):
+        words["weight"] = [{**weight, "search": own["search"]} for weight in words["weight"]]
+    own = {key: value for key, value in own.items() if key != "search"}
+    return _scheme(f"{path.stem}{RULE}{rule}", words | own, f"{where}: [rule.{rule}]")
+
+
 @cached_by_file
 def read_scheme(path: Path) -> Scheme:
     """Parse the scheme in `path`; SchemeError names the file and the key."""
-    words = read_toml(path)
-    where = shown(path)
+    return _scheme(path.stem, read_toml(path), shown(path))
+
+
+def _scheme(name: str, words: dict[str, Any], where: str) -> Scheme:
     check_keys(words, KEYS, where)
     for key in ("summary", "weight", "parity"):
         if key not in words:
@@ -93,9 +129,10 @@ def read_scheme(path: Path) -> Scheme:
         raise SchemeError(f"{where}: `weight` is written as one or several [[weight]] tables")
     activation = words.get("input")
     numerics = tuple(parse_weight(w, f"{where}: [[weight]]") for w in weights)
-    if algorithm == "imatrix" and any(numeric.dtype not in SEARCHED for numeric in numerics):
+    if algorithm == "imatrix" and not all(n.dtype in SEARCHED or n.search in (EITHER, POSITIVE) for n in numerics):
         raise SchemeError(
-            f"{where}: algorithm 'imatrix' chooses codes of {', '.join(SEARCHED)} only, llama.cpp's blocks"
+            f"{where}: algorithm 'imatrix' chooses codes of {', '.join(SEARCHED)}, llama.cpp's blocks, and scales of "
+            f"INT4 in blocks with search = {EITHER!r} or {POSITIVE!r}"
         )
     entry = None if activation is None else parse_activation(activation, f"{where}: [input]")
     form, options = Format(numerics, entry, algorithm), parse_options(words.get("options", {}), algorithm, where)
@@ -105,7 +142,7 @@ def read_scheme(path: Path) -> Scheme:
         )
     _check_chosen(algorithm, numerics, where)
     return Scheme(
-        name=path.stem,
+        name=name,
         summary=str(words["summary"]),
         weight=numerics,
         input=entry,
@@ -124,7 +161,8 @@ def _check_chosen(algorithm: str, numerics: Sequence[Numeric], where: str) -> No
     first = numerics[0]
     kind = (first.dtype, first.scale_dtype, len(first.block), first.search, len(numerics))
     nvfp4, int4 = ("float4_e2m1fn", "float8_e4m3fn", 1, "", 1), ("int4", "float32", 1, "", 1)
-    if algorithm == "gptq" and kind not in (nvfp4, int4):
+    own = [("int4", "float32", 1, search, 1) for search in (EITHER, POSITIVE)]
+    if algorithm == "gptq" and kind not in (nvfp4, int4, *own):
         raise SchemeError(f"{where}: algorithm 'gptq' is for one [[weight]] of INT4 or NVFP4 in blocks along `in`")
     if algorithm == "local_hessian" and kind != nvfp4:
         raise SchemeError(f"{where}: algorithm 'local_hessian' is for one [[weight]] of NVFP4, without search")

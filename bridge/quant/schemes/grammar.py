@@ -26,6 +26,7 @@ ALGORITHMS = {
     "gptq": {"perc_damp": 0.01},
 }
 POLICIES = ("error", "floor", "peers")
+NVFP4 = "FP4 in blocks under FP8 scales (NVFP4)"
 _PER = ("tensor", "channel", "block", "token")
 _KEYS = {"dtype", "per", "block", "scale_dtype", "dynamic"}
 _SCALES = ("float32", "float8_e4m3fn", "float8_e8m0fnu")
@@ -101,8 +102,10 @@ def parse_weight(words: Any, where: str) -> Numeric:
         raise SchemeError(f"{where}: search = {search!r} is unknown; {nearest(str(search), SEARCHES)}")
     kind = (numeric.dtype, numeric.scale_dtype, len(numeric.block))
     nvfp4 = kind == ("float4_e2m1fn", "float8_e4m3fn", 1)
-    if not nvfp4 and (search == FOUR_OVER_SIX or kind != ("int4", "float32", 1)):
-        known = "FP4 in blocks under FP8 scales (NVFP4)" + (" and INT4 in blocks" if search == MSE else "")
+    int4 = kind == ("int4", "float32", 1)
+    takers = {FOUR_OVER_SIX: nvfp4, MSE: nvfp4 or int4}
+    if not takers.get(search, int4):
+        known = {FOUR_OVER_SIX: NVFP4, MSE: f"{NVFP4} and INT4 in blocks"}.get(search, "INT4 in blocks")
         raise SchemeError(f"{where}: search = {search!r} is for {known}, not for {numeric.dtype} per {numeric.per}")
     return replace(numeric, search=search)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from bridge.core.addresses import check_local
 from bridge.core.errors import SchemeError, UsageError
 from bridge.core.mappings import mappings, shown, table_files
-from bridge.quant.schemes.catalog import kv_names, kv_numeric, named_scheme, read_scheme
+from bridge.quant.schemes.catalog import kv_names, kv_numeric, named_scheme, read_rule, read_scheme, rules_of
 from bridge.quant.schemes.grammar import read_toml
 from bridge.quant.schemes.scheme import Scheme
 
@@ -27,6 +27,12 @@ def check_schemes() -> list[str]:
             for word in [path.stem, *read_toml(path).get("aliases", [])]:
                 if owners.setdefault(word, path.stem) != path.stem:
                     problems.append(f"{shown(path)}: {word!r} is already a name of {owners[word]}")
+        except SchemeError as error:
+            problems.append(str(error))
+    for path in table_files("rules"):
+        try:
+            for rule in rules_of(path):
+                read_rule(path, rule)
         except SchemeError as error:
             problems.append(str(error))
     for name in kv_names():

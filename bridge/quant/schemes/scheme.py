@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 from bridge.core.errors import SchemeError
 from bridge.core.text import fold_layers, nearest, number
-from bridge.core.values import Format, Numeric, Site
+from bridge.core.values import Format, Numeric, Site, with_positive_scales
 from bridge.quant.schemes.grammar import Gate, Gates, Policies
 from bridge.quant.schemes.layer_ranges import from_start
 
@@ -153,6 +153,17 @@ class Scheme:
             head = f"{self.origin or self.name}: {number(len(problems), 'rule')} that {does} not fit the model"
             raise SchemeError("\n  ".join([head, *fold_layers(dict.fromkeys(problems))]))
         return known
+
+    def positive(self) -> Scheme:
+        """This scheme with positive scales, for programs that read no others; itself if it has no negative ones."""
+        made = replace(
+            self,
+            weight=with_positive_scales(self.format).weight,
+            rules=tuple(
+                replace(rule, format=with_positive_scales(rule.format)) if rule.format else rule for rule in self.rules
+            ),
+        )
+        return self if made == self else made
 
     def rule_of(self, site: Site) -> Rule | None:
         """The rule for `site`, or None; SchemeError if rules contradict each other or cut a fused site.

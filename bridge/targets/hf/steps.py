@@ -245,7 +245,7 @@ def _expression(part: str, format_: Format, name: str, group: int, fused: int) -
             return f"codes({weight})"
         case "scale":
             block = f" of {'×'.join(map(str, first.block))}" if first.block else ""
-            return f"{scale_words(format_)}({weight}, {first.per}{block}){joined} / {first.maxbound:g}"
+            return scale_words(format_, f"{weight}, {first.per}{block}", joined)
         case "scale_2":
             bound = 6 * first.largest_scale if len(format_.weight) == 1 else 448
             return f"amax({weight}){shared} / {bound:g}"

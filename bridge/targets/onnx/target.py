@@ -219,7 +219,7 @@ def _weight_outputs(
     scale, bound = f"{site.module}.weight_scale", 6 * first.largest_scale if len(format_.weight) == 1 else 448.0
     what = {
         "codes": (site.weight, "weight", f"codes({text})"),
-        "scale": (scale, "scale", f"{scale_words(format_)}({spec.name}, {first.per}{block}) / {first.maxbound:g}"),
+        "scale": (scale, "scale", scale_words(format_, f"{spec.name}, {first.per}{block}")),
         "scale_2": (f"{scale}_2", "scale_2", f"amax({spec.name}) / {bound:g}"),
     }
     outputs = []

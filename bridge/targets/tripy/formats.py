@@ -74,13 +74,12 @@ def outputs(format_: Format, weight: str, shape: tuple[int, int], source: str, d
     scale: tuple[int, ...] = () if first.per == "tensor" else (out,)
     if first.per == "block":
         scale = (in_ // first.block[0], out) if transposed(format_) else (out // first.block[0], in_)
-    chosen = scale_words(format_)
     values, stored = f"codes({text}) * weight_scale", shape
     if transposed(format_):
         values, stored = f"transpose({values})", shape[::-1]
     rows: list[tuple[str, str, tuple[int, ...], str]] = [
         ("weight", weight, stored, values),
-        ("scale", f"{module}.weight_scale", scale, f"{chosen}({text}, {first.per}{block}) / {first.maxbound:g}"),
+        ("scale", f"{module}.weight_scale", scale, scale_words(format_, f"{text}, {first.per}{block}")),
     ]
     if format_.input:
         bound = format_.input.maxbound

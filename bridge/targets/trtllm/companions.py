@@ -118,7 +118,7 @@ def _scale(format_: Format, lead: Shape, out: int, in_: int) -> tuple[str, str, 
     elif len(first.block) == 2 and not lead:
         shape = (out // first.block[0], 1, in_ // first.block[1], 1)
     block = f" of {'×'.join(map(str, first.block))}" if first.block else ""
-    return "scale", name, shape, kind, f"{scale_words(format_)}({first.per}{block}) / {first.maxbound:g}"
+    return "scale", name, shape, kind, scale_words(format_, f"{first.per}{block}")
 
 
 def _scalar(numeric: Numeric) -> tuple[Shape, str]:

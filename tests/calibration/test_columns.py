@@ -1,0 +1,145 @@
+"""GPTQ by columns in the order of inputs, against its definition, ModelOpt's without an order, and plain rounding."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bridge
+from bridge.calibration.importance.columns import column_codes
+from bridge.core.errors import PlanError, SchemeError
+from bridge.core.values import Numeric
+from bridge.quant.calibration import Calibration
+from bridge.quant.codec.search import searched_scales
+from tests.models.decoder_families import build
+
+BLOCK = 16
+NUMERIC = Numeric("int4", "block", (BLOCK,), search="either")
+LLAMA = {
+    "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32
+}  # fmt: skip
+BATCHES = [{"input_ids": torch.randint(3, 97, (4, 24), generator=torch.Generator().manual_seed(n))} for n in range(3)]
+
+
+def problem(rows: int, cols: int, seed: int = 0) -> tuple[Any, Any, Any]:
+    """A weight, inputs that are alike and of very different size, and scales of the least weighted error."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(300, cols, generator=random) @ torch.randn(cols, cols, generator=random)
+    x *= torch.logspace(-1, 1, cols)[torch.randperm(cols, generator=random)]
+    weight = torch.randn(rows, cols, generator=random)
+    scales = searched_scales(weight.numpy(), "float32", NUMERIC, x.square().mean(0).numpy())
+    return weight, x, torch.from_numpy(scales)
+
+
+def by_definition(weight: Any, gram: Any, scales: Any, damp: float) -> Any:
+    """Each column is rounded, then all that are left are fitted anew by least squares, in float64."""
+    wide, hessian = weight.double(), gram.double()
+    hessian = hessian + damp * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
+    order = torch.argsort(gram.diagonal(), descending=True, stable=True)
+    codes, current = torch.zeros_like(wide), wide.clone()
+    for at, column in enumerate(order):
+        step = scales[:, column // BLOCK].double()
+        codes[:, column] = (current[:, column] / step).round().clamp(-8, 7)
+        current[:, column] = codes[:, column] * step
+        left = order[at + 1 :]
+        if len(left):
+            done = order[: at + 1]
+            moved = (wide - current)[:, done] @ hessian[done][:, left]
+            current[:, left] = wide[:, left] + moved @ torch.linalg.inv(hessian[left][:, left])
+    return codes
+
+
+def test_codes_are_those_of_the_definition() -> None:
+    weight, x, scales = problem(12, 48)
+    got = column_codes(weight, x.T @ x, scales, NUMERIC, 0.01)
+    want = by_definition(weight, x.T @ x, scales, 0.01)
+    assert got.dtype == torch.int8
+    assert (got == want).float().mean() > 0.995  # float32 against float64: a few are near ties
+
+
+@pytest.mark.parametrize("cols", [48, 320])  # within COLUMNS, and beyond
+def test_outputs_err_less_than_with_the_nearest_codes(cols: int) -> None:
+    weight, x, scales = problem(32, cols, seed=cols)
+    wide = scales.repeat_interleave(BLOCK, 1)
+    nearest = (weight / wide).round().clamp(-8, 7)
+
+    def error(codes: Any) -> float:
+        return float((x @ (codes.float() * wide - weight).T).norm())
+
+    codes = column_codes(weight, x.T @ x, scales, NUMERIC, 0.01)
+    assert error(codes) < 0.75 * error(nearest)
+
+
+def test_without_an_order_codes_are_those_of_modelopt() -> None:
+    """All inputs are alike, so that the order is the natural one; scales are amax / 7."""
+    from modelopt.torch.quantization.utils import calib_utils
+
+    if not hasattr(calib_utils, "update_hessian"):
+        pytest.skip("another ModelOpt")
+    weight, x, _ = problem(24, 64, seed=2)
+    x = x / x.square().sum(0).sqrt()
+    gram = x.T @ x
+    gram.diagonal().fill_(1.0)
+    scales = weight.reshape(24, -1, BLOCK).abs().amax(-1) / 7
+    got = column_codes(weight, gram, scales, NUMERIC, 0.01)
+    want = by_definition(weight, gram, scales, 0.01)
+    assert torch.equal(got.double(), want) or (got == want).float().mean() > 0.995
+
+
+def test_a_block_of_zeros_and_a_silent_input_have_codes() -> None:
+    weight, x, scales = problem(8, 32)
+    weight[3, :BLOCK], scales[3, 0], x[:, 5] = 0, 0, 0
+    codes = column_codes(weight, x.T @ x, scales, NUMERIC, 0.01)
+    assert not codes[3, :BLOCK].any() and torch.isfinite(codes.float()).all()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build("LlamaForCausalLM", torch.float32, **LLAMA)
+
+
+@pytest.fixture(scope="module")
+def calibration(model: Any) -> Calibration:
+    return bridge.calibrate(model, "int4:gptq", data=BATCHES, samples=None)
+
+
+def test_readers_of_one_input_share_its_products(model: Any, calibration: Calibration) -> None:
+    layer = "model.layers.0.self_attn."
+    squares = [calibration.input_square[f"{layer}{name}_proj"] for name in "qkv"]
+    assert np.array_equal(squares[0], squares[1]) and np.array_equal(squares[1], squares[2])
+    assert set(calibration.weight_codes) == set(calibration.input_square)
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "awq", "gptq"])
+def test_chosen_codes_are_written_and_proved(model: Any, calibration: Calibration, format_: str, tmp_path: Any) -> None:
+    report = bridge.convert(
+        model, "hf", "int4:gptq", tmp_path / "out", calib=calibration, format=format_, progress=False
+    )
+    assert report.passed and report.parity
+    counts = {count.what: count for count in report.parity.counts}
+    chosen = counts["codes that are those that calibration chose"]
+    assert chosen.n == chosen.of > 0
+
+
+def test_another_models_codes_are_refused(model: Any, calibration: Calibration, tmp_path: Any) -> None:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.01)
+    with pytest.raises(bridge.core.errors.BridgeError, match="other weights"):
+        bridge.convert(other, "hf", "int4:gptq", tmp_path / "out", calib=calibration, format="awq", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "error"),
+    [("trt", {}, PlanError), ("hf", {"format": "modelopt"}, PlanError), ("edgellm", {}, SchemeError)],
+)
+def test_layouts_with_positive_scales_refuse_codes_for_either_sign(
+    model: Any, target: str, options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=r"(?s)codes for scales of either sign.*int4:imatrix"):
+        bridge.plan(model, target, "int4:gptq", **options)

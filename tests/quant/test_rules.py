@@ -1,0 +1,141 @@
+"""Schemes with a colon: names, and scales of either sign against ggml's, llm-compressor's and a search by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bridge.core.errors import SchemeError, UsageError
+from bridge.core.values import Encoding, Numeric
+from bridge.quant.codec.decode import decode
+from bridge.quant.codec.encode import encode
+from bridge.quant.codec.search import searched_scales
+from bridge.quant.schemes.catalog import read_rule, scheme_names
+from bridge.quant.schemes.load import load_scheme
+
+WORDS = Encoding(packed="int32", scale_dtype="float16")
+EITHER, POSITIVE = (Numeric("int4", "block", (32,), search=search) for search in ("either", "positive"))
+
+
+def matrix(rows: int = 24, cols: int = 96, seed: int = 3) -> Any:
+    random = np.random.default_rng(seed)
+    return (random.standard_t(3, (rows, cols)) * random.lognormal(0, 1, (rows, 1))).astype(np.float32)
+
+
+def stored_scales(arrays: dict[str, Any]) -> Any:
+    return arrays["scale"].view(np.float16)
+
+
+def test_the_scale_of_either_sign_is_that_of_ggmls_q4_0() -> None:
+    gguf = pytest.importorskip("gguf")
+    weight = matrix()
+    arrays = encode(weight, "float32", (EITHER,), coding=WORDS)
+    blocks = gguf.quantize(weight, gguf.GGMLQuantizationType.Q4_0).reshape(-1, 18)
+    theirs = np.ascontiguousarray(blocks[:, :2]).view(np.float16).reshape(24, 3)
+    assert (theirs < 0).any() and (theirs > 0).any()
+    np.testing.assert_array_equal(stored_scales(arrays), theirs)
+    ours = decode(arrays, (EITHER,), weight.shape, coding=WORDS)
+    # Q4_0 divides by the scale before it is rounded to float16, so that some codes are next to ours, never better
+    wide = gguf.dequantize(blocks.reshape(24, -1), gguf.GGMLQuantizationType.Q4_0)
+    assert (np.abs(ours - weight) <= np.abs(wide - weight) + 1e-6).all()
+    assert (ours == wide).mean() > 0.98
+
+
+def test_positive_scales_are_those_of_llm_compressor() -> None:
+    weight, theirs = matrix(), Encoding(packed="int32", scale_dtype="float16", bound=7.5)
+    plain = Numeric("int4", "block", (32,))
+    for name, array in encode(weight, "float32", (plain,), coding=theirs).items():
+        np.testing.assert_array_equal(encode(weight, "float32", (POSITIVE,), coding=WORDS)[name], array)
+
+
+@pytest.mark.parametrize("numeric", [EITHER, POSITIVE])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_searched_scales_have_the_least_weighted_error_of_those_tried(numeric: Numeric, dtype: str) -> None:
+    weight, importance = matrix(), np.random.default_rng(5).lognormal(0, 2, 96).astype(np.float32)
+    if dtype == "bfloat16":
+        bits = (weight.view(np.uint32) >> 16).astype(np.uint16)
+        weight = (bits.astype(np.uint32) << 16).view(np.float32)
+    found = searched_scales(bits if dtype == "bfloat16" else weight, dtype, numeric, importance)
+    blocks, weights = weight.reshape(24, 3, 32).astype(np.float64), importance.reshape(1, 3, 32).astype(np.float64)
+    at = np.abs(blocks).argmax(-1, keepdims=True)
+    extreme = np.take_along_axis(blocks, at, -1)
+    extreme, full = (np.abs(extreme), 7.5) if numeric.search == "positive" else (extreme, -8)
+
+    def error(codes: Any, scale: Any) -> Any:
+        return (weights * (blocks - codes * scale) ** 2).sum(-1)
+
+    tried = []
+    for step in range(-15, 6):
+        level = full + 0.2 * step * np.sign(full)
+        codes = np.clip(np.rint(blocks * level / extreme), -8, 7)
+        square = (weights * codes * codes).sum(-1, keepdims=True)
+        best = (weights * blocks * codes).sum(-1, keepdims=True) / square
+        tried.append(error(codes, best))
+    least = np.min(tried, axis=0)
+    nearest = np.clip(np.rint(blocks / found[..., None]), -8, 7)
+    assert (error(nearest, found[..., None].astype(np.float64)) <= least * (1 + 1e-4)).all()
+    plain = searched_scales(bits if dtype == "bfloat16" else weight, dtype, numeric, None)
+    own = error(np.clip(np.rint(blocks / plain[..., None]), -8, 7), plain[..., None].astype(np.float64))
+    assert least.mean() < 0.8 * own.mean()
+    assert (found > 0).all() if numeric.search == "positive" else (found < 0).any()
+
+
+@pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("packed", ["in", "int32"])
+def test_a_negative_scale_is_stored_and_divided_by(scale_dtype: str, packed: str) -> None:
+    weight, coding = matrix(), Encoding(packed=packed, scale_dtype=scale_dtype)
+    arrays = encode(weight, "float32", (EITHER,), coding=coding)
+    error = np.abs(decode(arrays, (EITHER,), weight.shape, coding=coding) - weight).reshape(24, 3, 32).max(-1)
+    step = np.abs(weight).reshape(24, 3, 32).max(-1) / 8
+    assert (error <= step * 1.01).all()  # half a step, and one where the other extreme saturates
+
+
+def test_a_block_of_zeros_has_a_scale_and_codes_of_zero() -> None:
+    weight = matrix()
+    weight[2, 32:64] = 0
+    for importance in (None, np.ones(96, np.float32)):
+        arrays = encode(weight, "float32", (EITHER,), coding=WORDS, importance=importance)
+        assert stored_scales(arrays)[2, 1] > 0
+        assert not decode(arrays, (EITHER,), weight.shape, coding=WORDS)[2, 32:64].any()
+
+
+def test_names_with_a_colon_are_schemes_in_any_case() -> None:
+    names = [name for name in scheme_names() if ":" in name]
+    assert names == ["int4:gptq", "int4:imatrix", "int4:rtn"]
+    assert load_scheme("INT4:RTN") == load_scheme("int4:rtn")
+    assert not load_scheme("int4:rtn").needs_calibration
+    assert load_scheme("int4:gptq").needs_calibration and not load_scheme("int4:gptq").needs_modelopt
+    assert load_scheme("int4:gptq").digest != load_scheme("int4_gptq").digest
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("int4:best", "int4 has no rule 'best'; known: gptq, imatrix, rtn"),
+        ("int3:rtn", "'int3' is no layout that has rules; known: int4"),
+        ("int4:", "int4 has no rule ''"),
+        ("int4", "int4:gptq"),
+    ],
+)
+def test_an_unknown_rule_names_those_that_there_are(name: str, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        load_scheme(name)
+
+
+@pytest.mark.parametrize(
+    ("rule", "match"),
+    [
+        ('algorithm = "imatrix"', "scales of INT4 in blocks with search = 'either' or 'positive'"),
+        ('search = "signed"', "search = 'signed' is unknown"),
+        ("dtype = 1", "key `dtype` is unknown"),
+    ],
+)
+def test_a_wrong_rule_is_an_error_that_names_it(tmp_path: Path, rule: str, match: str) -> None:
+    words = '[[weight]]\ndtype = "int4"\nper = "block"\nblock = [64]\n'
+    gates = "[parity.tensor]\ncosine = 0.9\nnorm = [0.9, 1.1]\n[parity.output]\ncosine = 0.9\nnorm = [0.9, 1.1]\n"
+    (tmp_path / "odd.toml").write_text(f'summary = "odd"\n{words}{gates}[rule.odd]\n{rule}\n')
+    with pytest.raises(SchemeError, match=rf"\[rule.odd\].*{match}"):
+        read_rule(tmp_path / "odd.toml", "odd")
