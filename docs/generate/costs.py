@@ -11,7 +11,7 @@ from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.costs import EMBEDDING, LANGUAGE, PLAIN, Cost, read_costs
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
-from docs.generate.matrix import table
+from docs.generate.matrix import address, table
 
 FIRST, SECOND = LANGUAGE
 (ENCODER,) = EMBEDDING
@@ -95,7 +95,7 @@ def _row(name: str, found: dict[str, Cost], notes: dict[str, int]) -> list[str]:
 
 
 def _link(name: str) -> str:
-    return f"[`{name}`]({name}.md)"
+    return f"[`{name}`]({address(name).removeprefix('schemes/')})"
 
 
 def _code_bits(scheme: Scheme) -> int:

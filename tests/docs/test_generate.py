@@ -100,7 +100,7 @@ def test_what_a_target_takes_is_what_the_matrix_says() -> None:
         [cell.strip(" `") for cell in line.strip("|").split("|")] for line in matrix.schemes().splitlines()
     )
     for name in OWN_TARGETS:
-        said = set(re.findall(r"schemes/(\w+)\.md", targets.takes(name)))
+        said = set(re.findall(r"\[`(\S+)`\]\(../schemes/", targets.takes(name)))
         assert said == {row[0] for row in rows if name in head and row[head.index(name)] != "no"}
         assert bool(said) == (name in head)
 

@@ -23,6 +23,7 @@ from bridge.verification.weight_error import Comparer, StoredCodes
 from tests.blocks import ROOT
 
 LLAMA = ROOT / "examples" / "models" / "tiny-llama"
+RULES = ("int4:rtn", "int4:imatrix", "int4:gptq")  # the last: tests/calibration/test_columns.py
 EITHER = [
     ("hf", {"format": "compressed-tensors"}), ("hf", {"format": "awq"}), ("hf", {"format": "gptq"}), ("gguf", {}),
 ]  # fmt: skip
@@ -56,7 +57,7 @@ def scales_of(directory: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quant", ["int4:rtn", "int4:imatrix"])
+@pytest.mark.parametrize("quant", [name for name in RULES if name != "int4:gptq"])
 @pytest.mark.parametrize(("target", "options"), [*EITHER, *POSITIVE, *GRAPHS])
 def test_rules_are_proved_in_every_target(
     target: str, options: dict[str, Any], quant: str, importance: Calibration, tmp_path: Path

@@ -1,4 +1,4 @@
-"""Choose INT4 codes column by column: GPTQ (arXiv 2210.17323) in the order of inputs.
+"""Choose INT4 codes by GPTQ (arXiv 2210.17323), largest inputs first.
 
 Scales are fixed before: those of the least error weighted by inputs, of either sign (`codec.search`). The columns with
 the largest inputs come first ("act-order" with static groups), so that the others make up for their errors. Inputs are
