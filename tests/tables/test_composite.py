@@ -1,0 +1,328 @@
+"""Classes with a text model inside, by table: what a trace finds, logits from roles, bytes of outputs, refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import bridge
+from bridge.cli.check import check_paths
+from bridge.cli.show import describe
+from bridge.core.errors import BridgeError, PlanError, SchemeError, SourceError, TableError, UsageError
+from bridge.core.mappings import parse_table, read_table, table_files
+from bridge.core.values import TensorSpec
+from bridge.planning import structure as planning
+from bridge.planning.trace import trace_structure
+from bridge.sources.opening import open_source
+from bridge.tables.architectures.by_table import structure_by_table
+from bridge.tables.architectures.composite import parse_composite, problems_of_composite, text_model
+from bridge.tables.architectures.match import match
+from bridge.tables.dialects.layout import locate, role_shapes
+from tests.tables.composites import COMPOSITES, model_of, with_draft_layer, with_stacks
+from tests.tables.gathered import gathered
+from tests.tables.test_arch import TOLERANCE
+from tests.tables.tiny import Tiny, reference, saved
+
+FILES = {path.stem: path for path in table_files("composites")}
+CLASSES = {name: parse_composite(read_table(path)) for name, path in FILES.items()}
+Make = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
+    return cache(lambda case: saved(model_of(case), tmp_path_factory.mktemp(case)))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Checkpoints in bfloat16; `-stacks` and `-drafts` at the end of a name give the form."""
+
+    def make(name: str) -> Path:
+        case, _, form = name.partition("+")
+        directory = tmp_path_factory.mktemp("saved")
+        torch.manual_seed(0)
+        model_of(case).to(torch.bfloat16).save_pretrained(directory)
+        if "stacks" in form:
+            with_stacks(directory, directory)
+        if "drafts" in form:
+            with_draft_layer(directory)
+        return directory
+
+    return cache(make)
+
+
+FORMS = [*COMPOSITES, "qwen3_5_moe_vl+stacks", "qwen3_5_vl+drafts"]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_composite_table_says_what_a_trace_finds(checkpoint: Make, name: str) -> None:
+    source = open_source(checkpoint(name))
+    told, traced = structure_by_table(source.config, source.specs), trace_structure(source)
+    assert told is not None
+    for field in ("architecture", "attention", "tied", "groups", "embeddings", "joined", "states"):
+        assert getattr(told, field) == getattr(traced, field), field
+    assert told.order == tuple(name for name in traced.order if name not in told.ignored)
+    assert told.ignored.keys() == traced.ignored.keys()
+    assert [replace(site, roles=(), shares="") for site in told.sites] == [
+        replace(site, shares="") for site in traced.sites
+    ]
+    assert told.roles and not told.traced
+
+
+@pytest.mark.parametrize("case", [case for case in COMPOSITES if "-" not in case])
+def test_roles_of_the_text_model_give_the_logits_of_the_whole_class(made: Callable[[str], Tiny], case: str) -> None:
+    """Each token has one position in all three directions of the tower's rotary embedding, so it turns as text does."""
+    tiny = made(case)
+    text = text_model(tiny.config)
+    assert text is not None
+    rest = {name: spec for name, spec in tiny.specs.items() if ".visual." not in name}
+    matched = match(text.table, text.architecture, text.config, rest)
+    assert not matched.unknown and not matched.missing
+    found = locate(matched)
+    shapes = role_shapes(text.table.roles.roles, {role for role, _, _ in found}, matched.names)
+    roles = {
+        at: torch.from_numpy(gathered(blocks, tiny.tensors).reshape(shapes[at[0]])).double()
+        for at, blocks in found.items()
+    }
+    logits = reference(COMPOSITES[case][1], replace(tiny, config=text.config), roles)
+    assert float((logits - tiny.outputs).abs().max() / tiny.outputs.abs().max()) < TOLERANCE
+
+
+def _files(directory: Path, source: Path, quant: str, **options: Any) -> dict[str, bytes]:
+    bridge.convert(source, "hf", quant=quant, out=directory, verify=False, overwrite=True, **options)
+    reports = ("bridge.json", "report.json", "report.html", "README.md")  # they say how the plan was made
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file() and path.name not in reports}
+
+
+@pytest.mark.parametrize(
+    ("name", "quant", "options"),
+    [
+        ("qwen3_5_vl+drafts", "fp8_pc_pt", {}),
+        ("qwen3_5_vl+drafts", "int8_wo", {"drafts": "quantize"}),
+        ("qwen3_5_vl-tied", "fp8", {"calib": [torch.arange(1, 33)[None], torch.arange(9, 41)[None]], "kv": "fp8"}),
+        ("qwen3_5_moe_vl", "int8_wo", {}),
+        ("qwen3_5_moe_vl+stacks", "fp8_pc_pt", {"format": "compressed-tensors"}),
+    ],
+)
+def test_an_output_by_table_has_the_bytes_of_one_by_trace(
+    checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, quant: str, options: dict[str, Any]
+) -> None:
+    by_table = _files(tmp_path / "out", checkpoint(name), quant, **options)
+    monkeypatch.setattr(planning, "structure_by_table", lambda config, specs: None)
+    by_trace = _files(tmp_path / "out", checkpoint(name), quant, **options)
+    assert by_table == by_trace
+    assert {"config.json", "model.safetensors"} <= by_table.keys()
+    ignored = json.loads(by_table["config.json"])["quantization_config"]
+    assert any("visual" in module for module in ignored.get("ignore", ignored.get("modules_to_not_convert", ())))
+
+
+@pytest.mark.parametrize("program", ["vllm", "sglang"])
+def test_programs_that_serve_it_are_told_as_by_trace(
+    checkpoint: Make, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    """Their registries name the class: `read` evidence, as for every class that no run has shown."""
+
+    def told() -> object:
+        try:
+            plan = bridge.plan(checkpoint("qwen3_5_vl+drafts"), "hf", quant="fp8_pc_pt", runtime=program)
+        except SchemeError as error:
+            return str(error)
+        return plan.notes, [(step.site.module, step.format) for step in plan.steps if step.site]
+
+    by_table = told()
+    monkeypatch.setattr(planning, "structure_by_table", lambda config, specs: None)
+    assert by_table == told()
+    assert ("SGLang" in str(by_table)) == (program == "sglang")  # it makes in_proj_ba quantized
+
+
+def test_a_plan_by_a_composite_table_loads_no_framework(checkpoint: Make) -> None:
+    code = (
+        "import sys, bridge; plan = bridge.plan(sys.argv[1], 'hf', quant='fp8_pc_pt'); "
+        "print(plan.traced, [m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, checkpoint("qwen3_5_vl")], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "False []"
+
+
+@pytest.mark.parametrize("target", ["gguf", "megatron", "torchtitan", "trtllm", "trt", "ort"])
+def test_other_targets_refuse_the_class_by_its_name(checkpoint: Make, target: str) -> None:
+    with pytest.raises(BridgeError, match="Qwen3_5ForConditionalGeneration"):
+        bridge.plan(checkpoint("qwen3_5_vl"), target)
+
+
+def test_roles_of_the_text_model_can_be_named_in_recipes(checkpoint: Make, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('base = "fp8_pc_pt"\n[[rule]]\nroles = ["mlp.down.*"]\nquant = "none"\n')
+    plan = bridge.plan(checkpoint("qwen3_5_vl"), "hf", quant=recipe)
+    kept = {step.site.module for step in plan.steps if step.site and not step.format}
+    assert {f"model.language_model.layers.{at}.mlp.down_proj" for at in range(3)} <= kept
+
+
+# what does not fit
+
+
+def _told(checkpoint: Make, change: Callable[[dict[str, TensorSpec], dict[str, Any]], object]) -> str:
+    source = open_source(checkpoint("qwen3_5_vl"))
+    specs, config = dict(source.specs), copy.deepcopy(dict(source.config))
+    change(specs, config)
+    with pytest.raises(PlanError) as told:
+        structure_by_table(config, specs)
+    return str(told.value)
+
+
+QKV = "model.visual.blocks.{}.attn.qkv.weight"
+
+
+def test_all_problems_of_tower_and_text_are_one_message(checkpoint: Make) -> None:
+    def change(specs: dict[str, TensorSpec], config: dict[str, Any]) -> None:
+        for name in (QKV.format(0), QKV.format(1), "model.language_model.norm.weight"):
+            del specs[name]
+        specs["model.visual.merger.norm.weight"] = TensorSpec("model.visual.merger.norm.weight", (7,), "bfloat16")
+        specs["model.visual.deepstack.0.weight"] = TensorSpec("model.visual.deepstack.0.weight", (7,), "bfloat16")
+
+    text = _told(checkpoint, change)
+    assert text.startswith("Qwen3_5ForConditionalGeneration does not fit mappings/composites/qwen3_5_vl.toml and ")
+    assert "mappings/arch/qwen3_5.toml: 4 problems" in text
+    assert "missing  model.visual.blocks.{0..1}.attn.qkv.weight (96, 32)" in text
+    assert "missing  model.language_model.norm.weight (48,)" in text
+    assert "shape    model.visual.merger.norm.weight has (7,), the config gives (32,)" in text
+    assert "unknown  model.visual.deepstack.0.weight" in text
+
+
+def test_a_block_more_than_the_config_says_is_unknown(checkpoint: Make) -> None:
+    text = _told(checkpoint, lambda specs, config: config["vision_config"].update(depth=1))
+    assert "unknown  model.visual.blocks.1.attn.qkv.weight" in text
+
+
+def test_a_million_missing_blocks_are_one_line(checkpoint: Make) -> None:
+    text = _told(checkpoint, lambda specs, config: config["vision_config"].update(depth=1_000_000))
+    assert "missing  model.visual.blocks.{2..10001}.attn.qkv.weight" in text
+    assert len(text) < 20_000
+
+
+@pytest.mark.parametrize("value", [True, -1, "27", 2_000_000, [4, 4]])
+def test_a_size_that_is_no_number_is_named_with_its_place(checkpoint: Make, value: object) -> None:
+    text = _told(checkpoint, lambda specs, config: config["vision_config"].update(patch_size=value))
+    assert text.startswith("vision_config.patch_size is ") and text.endswith("it should be a number, as 16 is")
+
+
+def test_names_that_begin_otherwise_are_left_to_a_trace(checkpoint: Make) -> None:
+    source = open_source(checkpoint("qwen3_5_vl"))
+    specs = {name.removeprefix("model."): spec for name, spec in source.specs.items()}
+    assert structure_by_table(source.config, specs) is None
+
+
+@pytest.mark.parametrize("text", [{"model_type": "llama"}, ["?"], {"model_type": ["?"]}])
+def test_another_text_model_inside_is_left_to_a_trace(checkpoint: Make, text: object) -> None:
+    assert text_model(open_source(checkpoint("qwen3_5_vl")).config | {"text_config": text}) is None
+
+
+def test_values_that_no_text_model_takes_are_refused_when_it_is_opened(checkpoint: Make) -> None:
+    config = copy.deepcopy(dict(open_source(checkpoint("qwen3_5_vl")).config))
+    config["text_config"]["hidden_act"] = "silo"
+    with pytest.raises(SourceError, match=r"text_config of .*hidden_act is 'silo'"):
+        open_source(checkpoint("qwen3_5_vl"), config=config)
+
+
+def test_the_doctor_finds_what_the_tower_lacks(checkpoint: Make, tmp_path: Path) -> None:
+    config = json.loads((checkpoint("qwen3_5_vl") / "config.json").read_text())
+    config["vision_config"]["depth"] = 3
+    (tmp_path / "model.safetensors").symlink_to(checkpoint("qwen3_5_vl") / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    problems = [str(problem) for problem in check_paths([str(tmp_path)])]
+    assert any("[tensors]" in text and "model.visual.blocks.2.attn.qkv.weight" in text for text in problems)
+
+
+# the tables themselves
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_numbers_and_entries_have_the_defaults_of_transformers(name: str) -> None:
+    for architecture in CLASSES[name].architectures:
+        config = json.loads(getattr(transformers, architecture).config_class().to_json_string(use_diff=False))
+        assert {field: config[field] for field in CLASSES[name].outer} == CLASSES[name].outer
+        for path, default in CLASSES[name].dims.values():
+            assert config[path[0]][path[1]] == default, path
+        assert config["text_config"]["model_type"] in CLASSES[name].text
+
+
+def test_every_table_is_free_of_problems() -> None:
+    assert [problem for table in CLASSES.values() for problem in problems_of_composite(table)] == []
+
+
+TABLE = """architectures = ["SeesForCausalLM"]
+reads = "images"
+[text]
+llama = "LlamaForCausalLM"
+[names]
+"model." = "model.language_model."
+[outer]
+tie_word_embeddings = false
+[dims]
+depth = ["vision_config.depth", 27]
+[carried]
+"model.visual.{depth}.weight" = "linear(depth, 2 * depth)"
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("[outer]", "[outr]", "unknown key `outr`"),
+        ('["SeesForCausalLM"]', "[]", "no `architectures`"),
+        ('"images"', '"tables"', "`reads` says what the tower reads"),
+        ("LlamaForCausalLM", "LlamaForCausalLN", "no file of mappings/arch lists `LlamaForCausalLN`"),
+        ('llama = "LlamaForCausalLM"', "", r"\[text\] is empty"),
+        ('"model." = "model.language_model."', "", r"\[names\] is empty"),
+        ('["vision_config.depth", 27]', "27", "where config.json has the number, and its default"),
+        ("linear(depth", "matrix(depth", "`matrix.*is not what a tensor is"),
+        ("linear(depth, ", "linear(", "a tensor with 1 axis is no linear"),
+        ("{depth}", "{l}", "index `l` is no number of"),
+        ("2 * depth", "2 * deep", "deep"),
+    ],
+)
+def test_a_mistake_of_a_composite_table_is_named_with_its_line(old: str, new: str, says: str) -> None:
+    assert old in TABLE
+    with pytest.raises(TableError, match=says):
+        parse_composite(parse_table(TABLE.replace(old, new), "sees.toml"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("SeesForCausalLM", "LlamaModel", "`LlamaModel` is also listed in mappings/arch"),
+        ("[carried]", 'width = ["vision_config.width", 3]\n[carried]', "dim `width` is unused"),
+        ("tie_word_embeddings", "tied_words", "the text model has no field `tied_words`"),
+        ('"model." =', '"modell." =', "no row of the text model begins with `modell.`"),
+        ("model.visual.{depth}.weight", "model.language_model.norm.weight", "the text model has a row of this name"),
+        ("{depth}.weight", "{depth}.kernel", "the name of a linear ends with .weight"),
+    ],
+)
+def test_what_parsing_does_not_see_is_found_by_check(old: str, new: str, says: str, tmp_path: Path) -> None:
+    assert not [*problems_of_composite(parse_composite(parse_table(TABLE, "sees.toml")))]
+    (tmp_path / "sees.toml").write_text(TABLE.replace(old, new))
+    assert any(says in str(problem) for problem in check_paths([str(tmp_path / "sees.toml")]))
+
+
+def test_show_lists_tower_and_text_model() -> None:
+    lines, _ = describe("Qwen3_5ForConditionalGeneration")
+    assert lines == describe("qwen3_5_vl")[0]
+    rows = {line["tensor"]: line["roles"] for line in lines}
+    assert rows["model.visual.blocks.{depth}.attn.qkv.weight"] == "linear(3 * width, width)"
+    assert rows["model.language_model.layers.{l}.mlp.up_proj.weight"] == "mlp.up.weight"
+    assert describe("architectures")[0]["qwen3_5_vl"] == ["Qwen3_5ForConditionalGeneration"]
+    with pytest.raises(UsageError, match="no dialect has a layout for it"):
+        describe("qwen3_5_vl", dialect="megatron")
