@@ -18,6 +18,10 @@ _PATCHES = {
     "num_position_embeddings": 16, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2,
 }  # fmt: skip
 _TOKENS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+_PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+}  # fmt: skip
 
 # name -> class, the case of tiny.py that is the text model, the other entries of the config
 COMPOSITES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -28,6 +32,17 @@ COMPOSITES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"vision_config": _PATCHES, **_TOKENS, "tie_word_embeddings": True},
     ),
     "qwen3_5_moe_vl": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", {"vision_config": _PATCHES, **_TOKENS}),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        "mistral",
+        {"vision_config": _PIXTRAL, "spatial_merge_size": 3, "tie_word_embeddings": False},
+    ),
+    "mistral3-tied": ("Mistral3ForConditionalGeneration", "mistral", {"vision_config": _PIXTRAL}),
+    "mistral3-mistral4": (
+        "Mistral3ForConditionalGeneration",
+        "mistral4",
+        {"vision_config": _PIXTRAL, "tie_word_embeddings": False},
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from bridge.planning import structure as planning
 from bridge.planning.trace import trace_structure
 from bridge.sources.opening import open_source
 from bridge.tables.architectures.by_table import structure_by_table
-from bridge.tables.architectures.composite import parse_composite, problems_of_composite, text_model
+from bridge.tables.architectures.composite import entry, parse_composite, problems_of_composite, text_model
 from bridge.tables.architectures.match import match
 from bridge.tables.dialects.layout import locate, role_shapes
 from tests.tables.composites import COMPOSITES, model_of, with_draft_layer, with_stacks
@@ -37,6 +38,7 @@ from tests.tables.tiny import Tiny, reference, saved
 FILES = {path.stem: path for path in table_files("composites")}
 CLASSES = {name: parse_composite(read_table(path)) for name, path in FILES.items()}
 Make = Callable[[str], Path]
+TOWERS = r"(^|\.)(visual|vision_tower|multi_modal_projector)\."
 
 
 @pytest.fixture(scope="module")
@@ -70,23 +72,25 @@ def test_a_composite_table_says_what_a_trace_finds(checkpoint: Make, name: str) 
     source = open_source(checkpoint(name))
     told, traced = structure_by_table(source.config, source.specs), trace_structure(source)
     assert told is not None
-    for field in ("architecture", "attention", "tied", "groups", "embeddings", "joined", "states"):
+    for field in ("architecture", "attention", "tied", "embeddings", "joined", "states"):
         assert getattr(told, field) == getattr(traced, field), field
+    assert told.groups and told.roles and not told.traced
+    # inside this class the experts do not run on fake tensors: a trace knows neither groups nor what text reaches
+    without: dict[str, Any] = {"shares": "", "roles": ()} | ({"unreached": ""} if traced.ungrouped else {})
+    assert (traced.ungrouped != "") == (name == "mistral3-mistral4")
+    assert traced.ungrouped or told.groups == traced.groups
     assert told.order == tuple(name for name in traced.order if name not in told.ignored)
     assert told.ignored.keys() == traced.ignored.keys()
-    assert [replace(site, roles=(), shares="") for site in told.sites] == [
-        replace(site, shares="") for site in traced.sites
-    ]
-    assert told.roles and not told.traced
+    assert [replace(site, **without) for site in told.sites] == [replace(site, **without) for site in traced.sites]
 
 
-@pytest.mark.parametrize("case", [case for case in COMPOSITES if "-" not in case])
+@pytest.mark.parametrize("case", [case for case in COMPOSITES if "tied" not in case])
 def test_roles_of_the_text_model_give_the_logits_of_the_whole_class(made: Callable[[str], Tiny], case: str) -> None:
     """Each token has one position in all three directions of the tower's rotary embedding, so it turns as text does."""
     tiny = made(case)
     text = text_model(tiny.config)
     assert text is not None
-    rest = {name: spec for name, spec in tiny.specs.items() if ".visual." not in name}
+    rest = {name: spec for name, spec in tiny.specs.items() if not re.search(TOWERS, name)}
     matched = match(text.table, text.architecture, text.config, rest)
     assert not matched.unknown and not matched.missing
     found = locate(matched)
@@ -108,6 +112,8 @@ def _files(directory: Path, source: Path, quant: str, **options: Any) -> dict[st
 @pytest.mark.parametrize(
     ("name", "quant", "options"),
     [
+        ("mistral3-tied", "fp8_pc_pt", {}),
+        ("mistral3-mistral4", "int8_wo", {}),
         ("qwen3_5_vl+drafts", "fp8_pc_pt", {}),
         ("qwen3_5_vl+drafts", "int8_wo", {"drafts": "quantize"}),
         ("qwen3_5_vl-tied", "fp8", {"calib": [torch.arange(1, 33)[None], torch.arange(9, 41)[None]], "kv": "fp8"}),
@@ -123,8 +129,9 @@ def test_an_output_by_table_has_the_bytes_of_one_by_trace(
     by_trace = _files(tmp_path / "out", checkpoint(name), quant, **options)
     assert by_table == by_trace
     assert {"config.json", "model.safetensors"} <= by_table.keys()
-    ignored = json.loads(by_table["config.json"])["quantization_config"]
-    assert any("visual" in module for module in ignored.get("ignore", ignored.get("modules_to_not_convert", ())))
+    section = json.loads(by_table["config.json"])["quantization_config"]
+    listed = section.get("ignore", section.get("modules_to_not_convert", ()))
+    assert any(re.search("visual|vision_tower", module) for module in listed)
 
 
 @pytest.mark.parametrize("program", ["vllm", "sglang"])
@@ -213,10 +220,11 @@ def test_a_million_missing_blocks_are_one_line(checkpoint: Make) -> None:
     assert len(text) < 20_000
 
 
-@pytest.mark.parametrize("value", [True, -1, "27", 2_000_000, [4, 4]])
+@pytest.mark.parametrize("value", [True, -1, "27", 2_000_000])
 def test_a_size_that_is_no_number_is_named_with_its_place(checkpoint: Make, value: object) -> None:
     text = _told(checkpoint, lambda specs, config: config["vision_config"].update(patch_size=value))
-    assert text.startswith("vision_config.patch_size is ") and text.endswith("it should be a number, as 16 is")
+    assert text.startswith("vision_config.patch_size is ")
+    assert text.endswith("; it should be a whole number up to 1,000,000")
 
 
 def test_names_that_begin_otherwise_are_left_to_a_trace(checkpoint: Make) -> None:
@@ -225,7 +233,14 @@ def test_names_that_begin_otherwise_are_left_to_a_trace(checkpoint: Make) -> Non
     assert structure_by_table(source.config, specs) is None
 
 
-@pytest.mark.parametrize("text", [{"model_type": "llama"}, ["?"], {"model_type": ["?"]}])
+@pytest.mark.parametrize("change", [{"patch_size": [4, 4]}, {"patch_size": None}])
+def test_sizes_that_the_table_does_not_cover_are_left_to_a_trace(checkpoint: Make, change: dict[str, Any]) -> None:
+    source = open_source(checkpoint("qwen3_5_vl"))
+    config = source.config | {"vision_config": source.config["vision_config"] | change}
+    assert structure_by_table(config, source.specs) is None
+
+
+@pytest.mark.parametrize("text", [{"model_type": "llama"}, ["?"], {"model_type": ["?"]}, None])
 def test_another_text_model_inside_is_left_to_a_trace(checkpoint: Make, text: object) -> None:
     assert text_model(open_source(checkpoint("qwen3_5_vl")).config | {"text_config": text}) is None
 
@@ -250,12 +265,12 @@ def test_the_doctor_finds_what_the_tower_lacks(checkpoint: Make, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_numbers_and_entries_have_the_defaults_of_transformers(name: str) -> None:
+def test_entries_are_those_of_transformers_with_its_defaults(name: str) -> None:
     for architecture in CLASSES[name].architectures:
         config = json.loads(getattr(transformers, architecture).config_class().to_json_string(use_diff=False))
         assert {field: config[field] for field in CLASSES[name].outer} == CLASSES[name].outer
-        for path, default in CLASSES[name].dims.values():
-            assert config[path[0]][path[1]] == default, path
+        for path in (*CLASSES[name].dims.values(), *CLASSES[name].only):
+            assert entry(config, path) is not None, path
         assert config["text_config"]["model_type"] in CLASSES[name].text
 
 
@@ -272,7 +287,7 @@ llama = "LlamaForCausalLM"
 [outer]
 tie_word_embeddings = false
 [dims]
-depth = ["vision_config.depth", 27]
+depth = "vision_config.depth"
 [carried]
 "model.visual.{depth}.weight" = "linear(depth, 2 * depth)"
 """
@@ -287,7 +302,7 @@ depth = ["vision_config.depth", 27]
         ("LlamaForCausalLM", "LlamaForCausalLN", "no file of mappings/arch lists `LlamaForCausalLN`"),
         ('llama = "LlamaForCausalLM"', "", r"\[text\] is empty"),
         ('"model." = "model.language_model."', "", r"\[names\] is empty"),
-        ('["vision_config.depth", 27]', "27", "where config.json has the number, and its default"),
+        ('"vision_config.depth"', "27", r"a value of \[dims\] is a string"),
         ("linear(depth", "matrix(depth", "`matrix.*is not what a tensor is"),
         ("linear(depth, ", "linear(", "a tensor with 1 axis is no linear"),
         ("{depth}", "{l}", "index `l` is no number of"),
@@ -304,7 +319,7 @@ def test_a_mistake_of_a_composite_table_is_named_with_its_line(old: str, new: st
     ("old", "new", "says"),
     [
         ("SeesForCausalLM", "LlamaModel", "`LlamaModel` is also listed in mappings/arch"),
-        ("[carried]", 'width = ["vision_config.width", 3]\n[carried]', "dim `width` is unused"),
+        ("[carried]", 'width = "vision_config.width"\n[carried]', "dim `width` is unused"),
         ("tie_word_embeddings", "tied_words", "the text model has no field `tied_words`"),
         ('"model." =', '"modell." =', "no row of the text model begins with `modell.`"),
         ("model.visual.{depth}.weight", "model.language_model.norm.weight", "the text model has a row of this name"),

@@ -15,7 +15,7 @@ from bridge.core.errors import PlanError
 from bridge.core.text import described, grouped, number
 from bridge.core.values import Site, Structure, TensorSpec
 from bridge.tables.architectures.arch import load_arch
-from bridge.tables.architectures.composite import KINDS, Carried, Composite, TextModel, text_model
+from bridge.tables.architectures.composite import KINDS, Carried, Composite, TextModel, entry, text_model
 from bridge.tables.architectures.match import MAX_EXTENT, MAX_SHOWN, architecture_of, lookup, match, tree_of
 from bridge.tables.architectures.mismatches import folded, problems
 from bridge.tables.architectures.module_order import in_module_order
@@ -28,19 +28,22 @@ UNREACHED = "{inputs} alone does not reach it, so that its input cannot be measu
 def structure_by_table(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Structure | None:
     """Return the structure by the table that lists the architecture; None if there is none.
 
-    None too for names of a text model inside that begin otherwise than its table says: transformers reads some more.
-    PlanError if the checkpoint does not fit the table.
+    None too for what a table around a text model does not cover and transformers reads: names of the text model that
+    begin otherwise, sizes that are lists or left out. PlanError if the checkpoint does not fit the table.
     """
     if load_arch(architecture_of(config)) is not None:
         return structure(config, specs)
     text = text_model(config)
-    known = text and any(name.startswith(tuple(text.composite.names.values())) for name in specs)
-    return _structure(text, config, specs) if text and known else None
+    if text is None or not any(name.startswith(tuple(text.composite.names.values())) for name in specs):
+        return None
+    dims = _numbers(text.composite, config)
+    return _structure(text, config, specs, dims) if dims is not None else None
 
 
-def _structure(text: TextModel, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Structure:
+def _structure(
+    text: TextModel, config: Mapping[str, Any], specs: Mapping[str, TensorSpec], dims: Mapping[str, int]
+) -> Structure:
     composite = text.composite
-    dims = _numbers(composite, config)
     tree = tree_of((row.name, row) for row in composite.carried)
     placed: dict[str, tuple[Carried, list[int]]] = {}
     for name in specs:
@@ -52,7 +55,7 @@ def _structure(text: TextModel, config: Mapping[str, Any], specs: Mapping[str, T
     if texts := [*_problems(composite, dims, placed, specs), *problems(matched)]:
         head = f"{architecture_of(config)} does not fit {composite.file.name} and {text.table.file.name}"
         raise PlanError("\n".join([f"{head}: {number(len(texts), 'problem')}", *texts]))
-    inner = of_match(matched)
+    inner = _with_aliases(of_match(matched), {here: own for here, own in text.aliases.items() if here not in specs})
     names = {name: (row.name, dict(zip(row.index, at, strict=True))) for name, (row, at) in placed.items()}
     order = in_module_order(names, [row.name for row in composite.carried])
     sites = tuple(site for name in order if (site := _site(name, placed[name][0], composite.reads)))
@@ -66,15 +69,24 @@ def _structure(text: TextModel, config: Mapping[str, Any], specs: Mapping[str, T
     )
 
 
-def _numbers(composite: Composite, config: Mapping[str, Any]) -> dict[str, int]:
+def _with_aliases(found: Structure, aliases: Mapping[str, str]) -> Structure:
+    modules = {here.removesuffix(".weight"): own.removesuffix(".weight") for here, own in aliases.items()}
+    return replace(
+        found,
+        tied={aliases.get(alias, alias): stored for alias, stored in found.tied.items()},
+        order=tuple(aliases.get(name, name) for name in found.order),
+        sites=tuple(replace(site, module=modules.get(site.module, site.module)) for site in found.sites),
+    )
+
+
+def _numbers(composite: Composite, config: Mapping[str, Any]) -> dict[str, int] | None:
     numbers = {}
-    for name, (path, default) in composite.dims.items():
-        value: Any = config
-        for word in path:
-            value = value.get(word) if isinstance(value, Mapping) else None
-        value = default if value is None else value
+    for name, path in composite.dims.items():
+        value = entry(config, path)
+        if value is None or isinstance(value, list):
+            return None
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_EXTENT:
-            raise PlanError(f"{'.'.join(path)} is {described(value)}; it should be a number, as {default} is")
+            raise PlanError(f"{path} is {described(value)}; it should be a whole number up to {MAX_EXTENT:,}")
         numbers[name] = value
     return numbers
 

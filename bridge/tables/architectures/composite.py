@@ -3,7 +3,8 @@
     [text]      model_type of text_config = the class of mappings/arch whose rows the text model has
     [names]     the beginning of a name in that class's table = its beginning here
     [outer]     entries of the text model that stand beside text_config = their defaults
-    [dims]      number = [where config.json has it, default]
+    [only]      where config.json has an entry = its value: with another one the table says nothing
+    [dims]      number = where config.json has it
     [carried]   tensor = what it is and its shape: linear, convolution, embedding, vector or parameter
 
 Carried tensors belong to towers and projectors. No example of text runs them, so they stay as stored unless a rule of
@@ -26,7 +27,7 @@ from bridge.tables.architectures.arch import INDEX, ArchTable, Row, load_arch
 from bridge.tables.architectures.match import architecture_of
 from bridge.tables.expressions.grammar import Formula, parse_shape
 
-_KEYS = ("architectures", "reads", "text", "names", "outer", "dims", "carried")
+_KEYS = ("architectures", "reads", "text", "names", "outer", "only", "dims", "carried")
 # what a tensor is -> the layout of its site, "" for none, and how many axes it may have
 KINDS = {
     "linear": ("out_in", (2,)), "convolution": ("conv", (3, 4, 5)), "embedding": ("", (2,)), "vector": ("", (1,)),
@@ -54,7 +55,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Composite:
-    """One table. `text`: model_type of text_config -> class; `dims`: number -> the path of its entry, its default."""
+    """One table, see the module's docstring; `text`: model_type of text_config -> class."""
 
     file: TableFile
     architectures: tuple[str, ...]
@@ -62,37 +63,54 @@ class Composite:
     text: Mapping[str, str]
     names: Mapping[str, str]
     outer: Mapping[str, object]
-    dims: Mapping[str, tuple[tuple[str, ...], int]]
+    only: Mapping[str, object]
+    dims: Mapping[str, str]
     carried: tuple[Carried, ...]
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """The text model of a config: its class, the table of that in names of the composite, and its config alone."""
+    """The text model of a config: its class, the table of that in names of the composite, and its config alone.
+
+    `aliases`: names of tied tensors here -> those in the model's memory, which plans have where none is stored.
+    """
 
     composite: Composite
     architecture: str
     table: ArchTable
     config: dict[str, Any]
+    aliases: Mapping[str, str]
 
 
 def text_model(config: Mapping[str, Any]) -> TextModel | None:
     """Return the text model inside a class that a composite table lists; None without one.
 
-    None too if text_config is no object, or of a model without a table of its own.
+    None too if text_config is no object or of a model without a table, and for entries that the table does not cover.
     """
-    composite = load_composite(architecture_of(config))
-    if composite is None:
-        return None
-    inner = config.get(TEXT_CONFIG) or {}
-    if not isinstance(inner, Mapping):
+    composite, inner = load_composite(architecture_of(config)), config.get(TEXT_CONFIG)
+    if composite is None or not isinstance(inner, Mapping):
         return None
     name = composite.text.get(str(inner.get("model_type", next(iter(composite.text)))))
     table = load_arch(name) if name else None
-    if name is None or table is None:
+    if name is None or table is None or any(entry(config, at) != value for at, value in composite.only.items()):
         return None
     outer = {field: config.get(field, default) for field, default in composite.outer.items()}
-    return TextModel(composite, name, _renamed(table, composite.names), {**inner, **outer, "architectures": [name]})
+    alone = {**inner, **outer, "architectures": [name]}
+    here = _renamed(table, composite.names)
+    aliases = {tie.alias: own.alias for tie, own in zip(here.ties, table.ties, strict=True)}
+    return TextModel(composite, name, here, alone, aliases)
+
+
+def entry(config: Mapping[str, Any], path: str) -> Any:
+    """Return an entry of a config of parts, None if it is not there.
+
+    >>> entry({"vision_config": {"depth": 27}}, "vision_config.depth")
+    27
+    """
+    found: Any = config
+    for word in path.split("."):
+        found = found.get(word) if isinstance(found, Mapping) else None
+    return found
 
 
 def _renamed(table: ArchTable, names: Mapping[str, str]) -> ArchTable:
@@ -141,18 +159,10 @@ def parse_composite(file: TableFile) -> Composite:
     for section, hint in (("text", 'llama = "LlamaForCausalLM"'), ("names", '"model." = "language_model.model."')):
         if not file.texts(section):
             raise file.header(section).error(f"[{section}] is empty", hint=hint)
-    dims = {name: _dim(file, name, value) for name, value in file.section("dims").items()}
+    dims = file.texts("dims")
     carried = tuple(_carried(file, name, row, dims) for name, row in file.texts("carried").items())
-    names, outer = file.texts("names"), file.section("outer")
-    return Composite(file, architectures, file.data["reads"], text, names, outer, dims, carried)
-
-
-def _dim(file: TableFile, name: str, value: object) -> tuple[tuple[str, ...], int]:
-    match value:
-        case [str(path), int(default)]:
-            return tuple(path.split(".")), default
-    hint = f'{name} = ["vision_config.hidden_size", 1152]'
-    raise file.place("dims", name).error("where config.json has the number, and its default", hint=hint)
+    names, outer, only = file.texts("names"), file.section("outer"), file.section("only")
+    return Composite(file, architectures, file.data["reads"], text, names, outer, only, dims, carried)
 
 
 def _carried(file: TableFile, name: str, row: str, dims: Mapping[str, object]) -> Carried:
