@@ -17,10 +17,20 @@ _PATCHES = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 44, "num_heads": 2, "out_hidden_size": 48, "in_channels": 3,
     "num_position_embeddings": 16, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2,
 }  # fmt: skip
-_TOKENS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+# in no text of a test
+_TOKENS = {
+    "image_token_id": 0,
+    "video_token_id": 0,
+    "vision_start_token_id": 0,
+    "vision_end_token_id": 0,
+}  # not in texts
 _PIXTRAL = {
     "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2,
     "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+_MOONVIT = {
+    "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4,
+    "pos_emb_height": 6, "pos_emb_width": 7, "merge_kernel_size": [2, 3],
 }  # fmt: skip
 
 # name -> class, the case of tiny.py that is the text model, the other entries of the config
@@ -43,7 +53,14 @@ COMPOSITES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "mistral4",
         {"vision_config": _PIXTRAL, "tie_word_embeddings": False},
     ),
+    "kimi_k25": (
+        "Kimi_K25ForConditionalGeneration",
+        "deepseek",
+        {"vision_config": _MOONVIT, "projection_hidden_size": 32, "tie_word_embeddings": False, **_TOKENS},
+    ),
 }
+# Classes that the hub calls otherwise than transformers.
+HUB = {"Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration"}
 
 
 def fields_of(case: str) -> dict[str, Any]:
@@ -57,6 +74,17 @@ def model_of(case: str) -> Any:
     """The model of a case, with weights as its class makes them."""
     cls = getattr(transformers, COMPOSITES[case][0])
     return cls._from_config(cls.config_class(**fields_of(case)), attn_implementation="eager").eval()
+
+
+def as_on_the_hub(directory: Path) -> None:
+    """Give a saved checkpoint the class and names of the hub's, which transformers loads and does not save."""
+    tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
+    wrong = {"model.mm_projector.": "mm_projector.", ".model.blocks.": ".model.layers.", ".encoder.patch_": ".patch_"}
+    names = {name: name for name in tensors}
+    for old, new in wrong.items():
+        names = {name: here.replace(old, new) for name, here in names.items()}
+    config["architectures"] = [HUB[config["architectures"][0]]]
+    write(directory, {names[name]: tensor for name, tensor in tensors.items()}, config)
 
 
 def with_stacks(source: Path, directory: Path) -> None:

@@ -4,7 +4,7 @@
     [names]     the beginning of a name in that class's table = its beginning here
     [outer]     entries of the text model that stand beside text_config = their defaults
     [only]      where config.json has an entry = its value: with another one the table says nothing
-    [dims]      number = where config.json has it
+    [dims]      number = where config.json has it, `a.b or a.c` if releases differ; `a.b.0` is the first of a list
     [carried]   tensor = what it is and its shape: linear, convolution, embedding, vector or parameter
 
 Carried tensors belong to towers and projectors. No example of text runs them, so they stay as stored unless a rule of
@@ -101,16 +101,22 @@ def text_model(config: Mapping[str, Any]) -> TextModel | None:
     return TextModel(composite, name, here, alone, aliases)
 
 
-def entry(config: Mapping[str, Any], path: str) -> Any:
-    """Return an entry of a config of parts, None if it is not there.
+def entry(config: Mapping[str, Any], paths: str) -> Any:
+    """Return the first entry of a config of parts that is there, None without one.
 
-    >>> entry({"vision_config": {"depth": 27}}, "vision_config.depth")
+    >>> entry({"vision_config": {"depth": 27, "merge": [2, 3]}}, "vision_config.layers or vision_config.depth")
     27
     """
-    found: Any = config
-    for word in path.split("."):
-        found = found.get(word) if isinstance(found, Mapping) else None
-    return found
+    for path in paths.split(" or "):
+        found: Any = config
+        for word in path.split("."):
+            if isinstance(found, list) and word.isdecimal():
+                found = dict(enumerate(found)).get(int(word))
+            else:
+                found = found.get(word) if isinstance(found, Mapping) else None
+        if found is not None:
+            return found
+    return None
 
 
 def _renamed(table: ArchTable, names: Mapping[str, str]) -> ArchTable:
