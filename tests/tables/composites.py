@@ -17,6 +17,10 @@ _PATCHES = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 44, "num_heads": 2, "out_hidden_size": 48, "in_channels": 3,
     "num_position_embeddings": 16, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2,
 }  # fmt: skip
+_SIGLIP = {
+    "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 12,
+    "patch_size": 4, "vision_use_head": False,
+}  # fmt: skip
 # in no text of a test
 _TOKENS = {
     "image_token_id": 0,
@@ -53,14 +57,18 @@ COMPOSITES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "mistral4",
         {"vision_config": _PIXTRAL, "tie_word_embeddings": False},
     ),
+    "gemma3_vl": ("Gemma3ForConditionalGeneration", "gemma3", {"vision_config": _SIGLIP, "mm_tokens_per_image": 4}),
     "kimi_k25": (
         "Kimi_K25ForConditionalGeneration",
         "deepseek",
         {"vision_config": _MOONVIT, "projection_hidden_size": 32, "tie_word_embeddings": False, **_TOKENS},
     ),
 }
-# Classes that the hub calls otherwise than transformers.
-HUB = {"Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration"}
+# Classes whose tensors the hub names otherwise than transformers saves them -> the hub's name of the class.
+HUB = {
+    "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
+    "Gemma3ForConditionalGeneration": "Gemma3ForConditionalGeneration",
+}
 
 
 def fields_of(case: str) -> dict[str, Any]:
@@ -79,7 +87,12 @@ def model_of(case: str) -> Any:
 def as_on_the_hub(directory: Path) -> None:
     """Give a saved checkpoint the class and names of the hub's, which transformers loads and does not save."""
     tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
-    wrong = {"model.mm_projector.": "mm_projector.", ".model.blocks.": ".model.layers.", ".encoder.patch_": ".patch_"}
+    tower = {"vision_tower.": "vision_tower.vision_model."} if "mm_tokens_per_image" in config else {}
+    wrong = tower | {
+        "model.mm_projector.": "mm_projector.",
+        ".model.blocks.": ".model.layers.",
+        ".encoder.patch_": ".patch_",
+    }
     names = {name: name for name in tensors}
     for old, new in wrong.items():
         names = {name: here.replace(old, new) for name, here in names.items()}

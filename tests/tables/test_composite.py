@@ -77,7 +77,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 # no trace of Kimi K2.5: transformers 5.23 cannot say how it would save the class
-FORMS = [*(case for case in COMPOSITES if COMPOSITES[case][0] not in HUB), "qwen3_5_moe_vl+stacks", "qwen3_5_vl+drafts"]
+FORMS = [*(case for case in COMPOSITES if case != "kimi_k25"), "qwen3_5_moe_vl+stacks", "qwen3_5_vl+drafts"]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -129,6 +129,7 @@ def _files(directory: Path, source: Path, quant: str, **options: Any) -> dict[st
     ("name", "quant", "options"),
     [
         ("mistral3-tied", "fp8_pc_pt", {}),
+        ("gemma3_vl", "int8_wo", {}),
         ("mistral3-mistral4", "int8_wo", {}),
         ("qwen3_5_vl+drafts", "fp8_pc_pt", {}),
         ("qwen3_5_vl+drafts", "int8_wo", {"drafts": "quantize"}),
@@ -197,9 +198,10 @@ def test_roles_of_the_text_model_can_be_named_in_recipes(checkpoint: Make, tmp_p
 # a class that transformers has by another name
 
 
-def test_names_of_the_hub_are_those_that_transformers_loads(checkpoint: Make) -> None:
-    cls = getattr(transformers, COMPOSITES["kimi_k25"][0])
-    _, told = cls.from_pretrained(checkpoint("kimi_k25"), output_loading_info=True)
+@pytest.mark.parametrize("case", ["kimi_k25", "gemma3_vl"])
+def test_names_of_the_hub_are_those_that_transformers_loads(checkpoint: Make, case: str) -> None:
+    cls = getattr(transformers, COMPOSITES[case][0])
+    _, told = cls.from_pretrained(checkpoint(case), output_loading_info=True)
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
@@ -295,6 +297,11 @@ def test_names_that_begin_otherwise_are_left_to_a_trace(checkpoint: Make) -> Non
     source = open_source(checkpoint("qwen3_5_vl"))
     specs = {name.removeprefix("model."): spec for name, spec in source.specs.items()}
     assert structure_by_table(source.config, specs) is None
+    gemma = open_source(checkpoint("gemma3_vl"))
+    specs = {name.replace(".vision_model.", "."): spec for name, spec in gemma.specs.items()}
+    assert structure_by_table(gemma.config, gemma.specs) is not None and structure_by_table(gemma.config, specs) is None
+    tower = gemma.config["vision_config"] | {"vision_use_head": True}
+    assert structure_by_table(gemma.config | {"vision_config": tower}, gemma.specs) is None
 
 
 @pytest.mark.parametrize("change", [{"patch_size": [4, 4]}, {"patch_size": None}])
@@ -356,6 +363,7 @@ tie_word_embeddings = false
 [dims]
 depth = "vision_config.depth"
 [carried]
+"model.visual.norm.weight" = "vector(depth)"
 "model.visual.{depth}.weight" = "linear(depth, 2 * depth)"
 """
 
@@ -374,6 +382,7 @@ depth = "vision_config.depth"
         ("linear(depth, ", "linear(", "a tensor with 1 axis is no linear"),
         ("{depth}", "{l}", "index `l` is no number of"),
         ("2 * depth", "2 * deep", "deep"),
+        ("visual.norm.", "visual.{depth}.norm.", "the first tensor is one of the whole tower"),
     ],
 )
 def test_a_mistake_of_a_composite_table_is_named_with_its_line(old: str, new: str, says: str) -> None:

@@ -28,13 +28,16 @@ UNREACHED = "{inputs} alone does not reach it, so that its input cannot be measu
 def structure_by_table(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Structure | None:
     """Return the structure by the table that lists the architecture; None if there is none.
 
-    None too for what a table around a text model does not cover and transformers reads: names of the text model that
-    begin otherwise, sizes that are lists or left out. PlanError if the checkpoint does not fit the table.
+    None too for what a table around a text model does not cover and transformers reads: other names, which the text
+    model's beginnings and the first tensor of the tower tell, and sizes that are lists or left out. PlanError if the
+    checkpoint does not fit the table.
     """
     if load_arch(architecture_of(config)) is not None:
         return structure(config, specs)
     text = text_model(config)
     if text is None or not any(name.startswith(tuple(text.composite.names.values())) for name in specs):
+        return None
+    if text.composite.carried[0].name not in specs:
         return None
     dims = _numbers(text.composite, config)
     return _structure(text, config, specs, dims) if dims is not None else None

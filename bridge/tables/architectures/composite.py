@@ -8,7 +8,8 @@
     [carried]   tensor = what it is and its shape: linear, convolution, embedding, vector or parameter
 
 Carried tensors belong to towers and projectors. No example of text runs them, so they stay as stored unless a rule of
-a recipe names them. An index of their names is a number of [dims]. They come before the text model.
+a recipe names them. An index of their names is a number of [dims], but for the first, whose name has none and tells
+whether a checkpoint has the names of the table. They come before the text model.
 """
 
 from __future__ import annotations
@@ -167,6 +168,8 @@ def parse_composite(file: TableFile) -> Composite:
             raise file.header(section).error(f"[{section}] is empty", hint=hint)
     dims = file.texts("dims")
     carried = tuple(_carried(file, name, row, dims) for name, row in file.texts("carried").items())
+    if not carried or carried[0].index:
+        raise file.header("carried").error("the first tensor is one of the whole tower, by which its names are known")
     names, outer, only = file.texts("names"), file.section("outer"), file.section("only")
     return Composite(file, architectures, file.data["reads"], text, names, outer, only, dims, carried)
 
