@@ -152,8 +152,11 @@ def _find(architecture: str) -> Path | None:
 
 
 def row_names(file: TableFile) -> Iterator[str]:
-    """Yield the names of a table's rows and ignored tensors, in a fifth of the time of parsing."""
-    yield from (*file.data.get("split", {}), *file.data.get("stacked", {}))
+    """Yield the names of a table's rows and ignored tensors, in a fifth of the time of parsing.
+
+    Not those of [stacked]: in a model's own checkpoint the dialect of names in memory reads them.
+    """
+    yield from file.data.get("split", {})
     for kind in ("rows", "ignore"):
         yield from file.data.get(kind, {})
         for groups in (file.data.get(f"{kind}_{when}", {}) for when in ("if", "for")):
