@@ -18,6 +18,7 @@ from bridge.core.text import fold_layers, number
 from bridge.quant.schemes.load import load_scheme
 from bridge.sources.configs.families import check_family
 from bridge.tables.architectures.arch import layouts_of, load_arch, parse_arch
+from bridge.tables.architectures.composite import parse_composite, problems_of_composite
 from bridge.tables.architectures.roles import load_roles, parse_roles
 from bridge.tables.check import check_table
 from bridge.tables.dialects.check import check_dialect
@@ -223,6 +224,8 @@ def _check_toml(path: Path) -> None:
         raise TableError(f"{path}: not a UTF-8 text: {error}") from error
     if isinstance(table.data.get("architectures"), dict):
         problems = _check_dialect(table)
+    elif "carried" in table.data:
+        problems = list(problems_of_composite(parse_composite(table)))
     elif "architectures" in table.data:
         problems = _check_arch(table)
     elif "index" in table.data and "dims" in table.data:

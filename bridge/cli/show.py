@@ -31,8 +31,9 @@ from bridge.quant.schemes.scheme import Rule, Scheme
 from bridge.reporting.columns import Columns
 from bridge.reporting.plan_table import plan_table
 from bridge.reporting.report import report_from_dict, report_table
+from bridge.tables.architectures.arch import ArchTable
 from bridge.tables.dialects.dialect import dialect_names, load_dialect
-from bridge.tables.dialects.listing import find_table, lines_of, merged
+from bridge.tables.dialects.listing import composite_lines, find_composite, find_table, lines_of, merged
 from bridge.targets import load_target, target_names
 from bridge.targets.manifest import manifest_data
 
@@ -126,15 +127,19 @@ LISTS = {
 
 def architectures() -> dict[str, list[str]]:
     """Table -> the transformers classes that it describes."""
-    return {path.stem: list(read_table(path).data["architectures"]) for path in table_files("arch")}
+    return {
+        path.stem: list(read_table(path).data["architectures"])
+        for kind in ("arch", "composites")
+        for path in table_files(kind)
+    }
 
 
 def _table(what: str) -> Description | None:
     """An architecture's table; None if there is none of that name."""
-    table = find_table(what)
+    table = find_table(what) or find_composite(what)
     if table is None:
         return None
-    lines = lines_of(table)
+    lines = lines_of(table) if isinstance(table, ArchTable) else composite_lines(table)
     rows = [(line.tensor, line.roles, line.when) for line in lines]
     data = [{"tensor": line.tensor, "roles": line.roles, "when": line.when} for line in lines]
     return data, [f"{table.file.name}: {', '.join(table.architectures)}", "", Columns(("tensor", "role", "if"), rows)]
@@ -143,6 +148,8 @@ def _table(what: str) -> Description | None:
 def _merged(what: str, dialect: str, every: bool) -> Description:
     """An architecture's table next to a dialect's; `every`: with spellings that are only read."""
     table = find_table(what)
+    if find_composite(what):
+        raise UsageError(f"{what} has a text model inside, and no dialect has a layout for it; leave --dialect out")
     if table is None:
         known = [name for names in architectures().items() for name in (names[0], *names[1])]
         raise UsageError(f"no table for {what!r}; {nearest(what, known)}")

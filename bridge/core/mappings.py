@@ -22,7 +22,7 @@ from bridge.core.parsing.file_cache import cached_by_file, copy_parsed
 from bridge.core.parsing.limited import parse_toml
 from bridge.core.text import nearest
 
-KINDS = ("arch", "dialects", "schemes", "rules", "runtimes")
+KINDS = ("arch", "composites", "dialects", "schemes", "rules", "runtimes")
 _HEADER = re.compile(r"\s*\[([^\[].*)\]\s*(?:#.*)?$")
 _KEY = re.compile(r"""\s*(?:"([^"]+)"|'([^']+)'|([^"'=]+?))\s*=""")
 

@@ -19,10 +19,8 @@ from bridge.planning.eagle import eagle_structure, is_eagle
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models.as_installed import is_as_installed
 from bridge.sources.source import Source
-from bridge.tables.architectures.arch import load_arch
-from bridge.tables.architectures.match import architecture_of
+from bridge.tables.architectures.by_table import structure_by_table
 from bridge.tables.architectures.meaning import without_origin
-from bridge.tables.architectures.structure import structure
 
 KIND = "structures"  # of the cache's entries
 PACKAGES = ("torch", "transformers")
@@ -34,8 +32,8 @@ def structure_of(source: Source) -> Structure:
 
     EAGLE-3's drafts have neither a table nor a class: their names say it.
     """
-    if load_arch(architecture_of(source.config)) is not None:
-        return structure(source.config, source.specs)
+    if found := structure_by_table(source.config, source.specs):
+        return found
     if is_eagle(source.config):
         return eagle_structure(source.config, source.specs)
     structure_ = load_traced(source)

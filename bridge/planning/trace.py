@@ -31,6 +31,7 @@ from bridge.sources.live_models.cache_layers import cache_layers, keeps_keys, ke
 from bridge.sources.live_models.checkpoint_names import Origin, is_turned, live_modules, live_names, tied_names
 from bridge.sources.live_models.meta_device import build_weightless, quiet
 from bridge.sources.source import Source
+from bridge.tables.architectures.by_table import UNREACHED
 
 # What stays unquantized unless a recipe names it, by the names that ModelOpt's presets skip. Quantized routers change
 # which experts run; the recurrent parts are small, and errors in them add up over the sequence.
@@ -48,8 +49,6 @@ MATRIX = 2  # axes
 # The input of such a matrix is unknown, and the model would read its codes as if they were the weight. vLLM does not
 # quantize conv1d and dt_proj of its MambaMixer either (vllm 00f8d44).
 NEVER_RUN = "its module never runs: the model reads the weight itself"
-# Towers of images and sounds beside text, cross attention without an encoder, heads and branches of other tasks.
-UNREACHED = "{inputs} alone does not reach it, so that its input cannot be measured; a rule that names it quantizes it"
 # Of stacks of a class's own kind (JetMoE), ModelOpt has no quantizers, and no server has a model.
 OWN_EXPERTS = "experts of a kind that no program is known to read quantized"
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")  # the stacks of `use_experts_implementation`, and of Llama 4

@@ -43,6 +43,7 @@ def check_config(config: dict[str, Any], given: Any, stated: Mapping[str, Any], 
     `stated`: the entries without the given ones, which may be anything. `of`: what the config is, in words.
     """
     from bridge.tables.architectures.arch import load_arch
+    from bridge.tables.architectures.composite import TEXT_CONFIG, text_model
     from bridge.tables.architectures.meaning import impossible, not_read
 
     if wrong := list(_impossible(config)):
@@ -51,6 +52,9 @@ def check_config(config: dict[str, Any], given: Any, stated: Mapping[str, Any], 
     table = load_arch(architecture)
     if table and (wrong := list(impossible(table, config, architecture))):
         raise SourceError(f"{of}: {'; '.join(wrong)}; correct it")
+    text = None if table else text_model(config)
+    if text and (wrong := list(impossible(text.table, text.config, text.architecture))):
+        raise SourceError(f"{TEXT_CONFIG} of {of}: {'; '.join(wrong)}; correct it")
     whole = not isinstance(given, Mapping) or {"architectures", "model_type"} <= given.keys()
     if not whole and (wrong := list(not_read(given, stated, architecture))):
         raise SourceError(f"config= (--config): {'; '.join(wrong)}; correct the name, or leave it out")

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 
 from bridge.core.errors import BridgeError
-from bridge.core.mappings import Place, read_table, table_files
+from bridge.core.mappings import Place, read_table, shown, table_files
 from bridge.tables.architectures.arch import ArchTable, parse_arch
+from bridge.tables.architectures.composite import parse_composite, problems_of_composite
 from bridge.tables.architectures.input_groups import problems_of_inputs
 from bridge.tables.architectures.match import Entry, entries_of
 from bridge.tables.architectures.module_order import problems_of_order
@@ -20,7 +21,7 @@ from bridge.tables.expressions.grammar import formulas_in, roles_in
 
 
 def check() -> list[str]:
-    """Return the problems of `mappings/roles.toml`, `arch` and `dialects`."""
+    """Return the problems of `mappings/roles.toml`, `arch`, `composites` and `dialects`."""
     try:
         roles = load_roles()
     except BridgeError as error:
@@ -34,13 +35,28 @@ def check() -> list[str]:
             problems.append(str(error))
     for table in tables:
         problems += check_table(table)
+    problems += check_composites()
     return [*problems, *_listed_twice(tables), *_unused_roles(roles, tables), *check_dialects()]
+
+
+def check_composites() -> list[str]:
+    """Return the problems of the tables of classes with a text model inside."""
+    problems: list[str] = []
+    first = {path.stem: path for path in table_files("arch")}
+    for path in table_files("composites"):
+        if path.stem in first:
+            problems.append(f"{shown(path)}: {shown(first[path.stem])} has this name; rename one of the two")
+        try:
+            problems += problems_of_composite(parse_composite(read_table(path)))
+        except BridgeError as error:
+            problems.append(str(error))
+    return problems
 
 
 def check_table(table: ArchTable) -> list[str]:
     """Return the problems of one table: unused or missing dims, roles that occur twice or not at all."""
     problems = [*_unused_names(table), *_ties(table), *problems_of_inputs(table), *problems_of_order(table)]
-    for form in (table, table.without_stacks()) if table.split else (table,):
+    for form in (table, table.with_other_experts()) if table.split or table.stacked else (table,):
         for architecture, config in product(table.architectures, configs(table)):
             try:
                 entries = list(entries_of(form, architecture, table.names(config)))

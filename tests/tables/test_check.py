@@ -100,6 +100,12 @@ def test_a_count_that_may_be_null_is_tried_as_null() -> None:
     )
 
 
+@pytest.mark.parametrize("row", ["moe.down.weight", "stack(mlp.down.weight, experts=experts)"])
+def test_rows_of_stacks_are_stacks_of_what_each_expert_has(row: str) -> None:
+    message = _broken('"stack(moe.down.weight, experts=experts)"', f'"{row}"', "qwen3_5_moe")
+    assert "a stack of roles of which each expert has a tensor, under one condition" in message
+
+
 def test_roles_are_checked() -> None:
     text = (mappings() / "roles.toml").read_text()
     for old, new, says in (

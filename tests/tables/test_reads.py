@@ -41,6 +41,7 @@ def test_tables_say_what_a_trace_finds(case: str) -> None:
     nested = sorted if architecture.startswith("DeepseekV4") else list  # whose modules nest otherwise than its names
     assert nested(told.order) == nested(name for name in traced.order if name not in told.ignored)
     assert told.embeddings == traced.embeddings
+    assert told.states == traced.states
     assert nested(s.module for s in told.sites) == nested(s.module for s in traced.sites)
     assert {s.module for s in told.sites if s.keep == "router"} == {
         s.module for s in traced.sites if s.keep == "router"

@@ -161,6 +161,24 @@ def test_names_with_another_prefix_of_the_table_are_found() -> None:
     assert found.attention == ("model.language_model.layers.3.self_attn",)
 
 
+def test_experts_of_a_layer_may_be_one_tensor_where_a_table_says_so() -> None:
+    config = {"architectures": ["Qwen3_5MoeForCausalLM"], "num_hidden_layers": 4, "num_experts": 3}
+    plain = headers(config)
+    specs = {name: spec for name, spec in plain.items() if ".experts." not in name}
+    for layer in range(4):
+        add(specs, f"model.layers.{layer}.mlp.experts.gate_up_proj", 3, 1024, 2048)
+        add(specs, f"model.layers.{layer}.mlp.experts.down_proj", 3, 2048, 512)
+    found, each = structure(config, specs), structure(config, plain)
+    assert [site for site in found.sites if not site.stacked] == [site for site in each.sites if site.expert is None]
+    assert [(site.module, site.roles) for site in found.sites if site.stacked and site.layer == 2] == [
+        ("model.layers.2.mlp.experts.gate_up_proj", ("moe.gate.weight", "moe.up.weight")),
+        ("model.layers.2.mlp.experts.down_proj", ("moe.down.weight",)),
+    ]
+    assert found.joined == {f"model.layers.{layer}.mlp.experts.gate_up_proj": "halves" for layer in range(4)}
+    del specs["model.layers.1.mlp.experts.down_proj"]
+    assert "missing  model.layers.1.mlp.experts.down_proj (3, 2048, 512)" in _refused(config, specs)
+
+
 def test_a_bare_model_saved_with_the_prefix_is_found() -> None:
     config = BERT | {"architectures": ["BertModel"]}
     specs = headers(config)

@@ -216,7 +216,11 @@ def tiny(case: str, directory: Path) -> Tiny:
     """Make, save and run the model of `case`."""
     architecture, extents = CASES[case]
     cls = getattr(transformers, architecture)
-    model = cls._from_config(cls.config_class(**extents), attn_implementation="eager").eval()
+    return saved(cls._from_config(cls.config_class(**extents), attn_implementation="eager").eval(), directory)
+
+
+def saved(model: Any, directory: Path) -> Tiny:
+    """Give a model random weights, save it and run it."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -231,7 +235,8 @@ def tiny(case: str, directory: Path) -> Tiny:
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     ids = torch.randint(1, 97, (LENGTH,), generator=generator)
-    types = torch.randint(0, 4, (LENGTH,), generator=generator) if architecture.startswith("Bert") else None
+    bert = type(model).__name__.startswith("Bert")
+    types = torch.randint(0, 4, (LENGTH,), generator=generator) if bert else None
     given = {} if types is None else {"token_type_ids": types[None]}
     with torch.no_grad():
         result = model(ids[None], **given)

@@ -20,8 +20,8 @@ from bridge.tables.expressions.grammar import Call, Expr, Formula, parse_formula
 
 _KEYS = [
     "architectures", "prefix", "prefixes", "bare", "order", "scaled", "config", "computes", "reads", "dims", "legacy",
-    "inputs", "layouts", "foreign", "prune", "rows", "rows_if", "rows_for", "split", "tied_if", "ignore", "ignore_if",
-    "ignore_for",
+    "inputs", "layouts", "foreign", "prune", "rows", "rows_if", "rows_for", "split", "stacked", "tied_if", "ignore",
+    "ignore_if", "ignore_for",
 ]  # fmt: skip
 Layouts = dict[str, tuple[str, Place]]  # architecture -> the name of its layout in a dialect, and where it is given
 INDEX = re.compile(r"\{(\w+)\}")
@@ -66,7 +66,8 @@ class ArchTable:
 
     `prefixes`: what a checkpoint's names may begin with instead of `prefix`. `order`: modules of one parent in the
     model's order, if the rows have another. `scaled`: embeddings whose module also scales its output. `split`: rows of
-    each expert, of checkpoints that have no stacks of them. `computes`: fields of the config that change what the model
+    each expert, of checkpoints that have no stacks of them; `stacked`: rows of stacks, of checkpoints that have them
+    instead of a tensor of each expert. `computes`: fields of the config that change what the model
     computes and no tensor, with their defaults.
     """
 
@@ -86,14 +87,16 @@ class ArchTable:
     order: tuple[str, ...]
     scaled: tuple[str, ...]
     split: tuple[Row, ...] = ()
+    stacked: tuple[Row, ...] = ()
     computes: Mapping[str, object] = field(default_factory=dict)
 
-    def without_stacks(self) -> ArchTable:
-        """Return the table of a checkpoint that has a tensor of each expert instead of stacks."""
-        roles = {role for row in self.split if row.expr for role in roles_in(row.expr)}
-        stacks = [at for at, row in enumerate(self.rows) if row.expr and roles.intersection(roles_in(row.expr))]
-        kept = tuple(row for at, row in enumerate(self.rows) if at not in stacks)
-        return replace(self, rows=(*kept[: stacks[0]], *self.split, *kept[stacks[0] :]), split=())
+    def with_other_experts(self) -> ArchTable:
+        """Return the table of a checkpoint that has a tensor of each expert instead of stacks, or the reverse."""
+        others = (*self.split, *self.stacked)
+        roles = {role for row in others if row.expr for role in roles_in(row.expr)}
+        left = [at for at, row in enumerate(self.rows) if row.expr and roles.intersection(roles_in(row.expr))]
+        kept = tuple(row for at, row in enumerate(self.rows) if at not in left)
+        return replace(self, rows=(*kept[: left[0]], *others, *kept[left[0] :]), split=(), stacked=())
 
     def named(self, name: str, prefix: str) -> str:
         """Return the name of a row in a checkpoint whose names begin with `prefix`, "" if they lack the table's."""
@@ -149,7 +152,10 @@ def _find(architecture: str) -> Path | None:
 
 
 def row_names(file: TableFile) -> Iterator[str]:
-    """Yield the names of a table's rows and ignored tensors, in a fifth of the time of parsing."""
+    """Yield the names of a table's rows and ignored tensors, in a fifth of the time of parsing.
+
+    Not those of [stacked]: in a model's own checkpoint the dialect of names in memory reads them.
+    """
     yield from file.data.get("split", {})
     for kind in ("rows", "ignore"):
         yield from file.data.get(kind, {})
@@ -201,7 +207,8 @@ def parse_arch(file: TableFile, roles: Roles) -> ArchTable:
         file, roles, architectures, file.data.get("prefix", ""), file.words("prefixes"), bare, config, dims,
         rows, ties, ignored, dict(file.data.get("legacy", {})),
         merge_inputs(parse_inputs(file, roles.roles), roles.inputs), tuple(file.data.get("order", ())),
-        _scaled(file, roles), _split(file, roles, rows), _computes(file, config, formulas),
+        _scaled(file, roles), _split(file, roles, rows),
+        _stacked(file, roles, rows, [*config, *dims]), _computes(file, config, formulas),
     )  # fmt: skip
 
 
@@ -264,6 +271,22 @@ def _split(file: TableFile, roles: Roles, rows: tuple[Row, ...]) -> tuple[Row, .
             raise place.error(f"role `{role}` has {{l}} and {{e}}, the row's name does not")
         split.append(row)
     return tuple(split)
+
+
+def _stacked(file: TableFile, roles: Roles, rows: tuple[Row, ...], names: list[str]) -> tuple[Row, ...]:
+    """The rows of [stacked]; each applies where the tensors of each expert with its roles do."""
+    each = {role: row for row in rows if "e" in row.index and row.expr for role in roles_in(row.expr)}
+    stacked = []
+    for key, text in file.texts("stacked").items():
+        place = file.place("stacked", key)
+        _check_indices(key, roles, place)
+        expr = parse_row(text, place, roles.roles, names)
+        own = [each.get(role) for role in roles_in(expr)]
+        if own[0] is None or not Row(key, expr, place).stacks or {at and at.when for at in own} != {own[0].when}:
+            hint = '"a.{l}.experts" = "stack(moe.up.weight, experts=experts)"'
+            raise place.error("a stack of roles of which each expert has a tensor, under one condition", hint=hint)
+        stacked.append(Row(key, expr, place, own[0].when, own[0].only))
+    return tuple(stacked)
 
 
 def _ignored(file: TableFile, roles: Roles, names: list[str], architectures: tuple[str, ...]) -> tuple[Row, ...]:

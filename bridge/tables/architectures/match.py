@@ -22,7 +22,7 @@ from bridge.tables.expressions.regions import Shape
 from bridge.tables.expressions.shapes import row_shape
 
 _LEAF = ""  # no component of a name is empty
-_MAX_SHOWN = 10_000  # missing names of one row in a message; folded, they are one line
+MAX_SHOWN = 10_000  # missing names of one row in a message; folded, they are one line
 MAX_EXTENT = 1_000_000  # layers or experts that a config may have
 
 
@@ -107,13 +107,13 @@ def match(
     check_counts(table, names)
     known_prefixes = (*table.prefixes, table.prefix)
     prefix = next((begin for begin in known_prefixes if any(name.startswith(begin) for name in specs)), "")
-    if _has_split(table, specs, prefix):
-        table = table.without_stacks()
+    if _has_other_experts(table, specs, prefix):
+        table = table.with_other_experts()
     entries = tuple(entries_of(table, architecture, names, prefix))
     matched = Matched(table, architecture, names, entries, prefix, as_read(config, table))
     active = {entry.name: entry for entry in entries if entry.row.expr and entry.expected}
     stored = _tie(matched, active, specs)
-    tree = _tree((entry.name, entry) for entry in entries)
+    tree = tree_of((entry.name, entry) for entry in entries)
     known = {entry.name: entry for entry in entries}
     for name, spec in specs.items():
         if name not in matched.tied:
@@ -124,9 +124,9 @@ def match(
     return matched
 
 
-def _has_split(table: ArchTable, specs: Iterable[str], prefix: str) -> bool:
-    """Whether a checkpoint has a tensor of an expert where others have stacks."""
-    tree = _tree((table.named(row.name, prefix), row) for row in table.split)
+def _has_other_experts(table: ArchTable, specs: Iterable[str], prefix: str) -> bool:
+    """Whether a checkpoint has a tensor of an expert where the rows have stacks, or the reverse."""
+    tree = tree_of((table.named(row.name, prefix), row) for row in (*table.split, *table.stacked))
     return bool(tree) and any(lookup(tree, name)[0] for name in specs)
 
 
@@ -215,7 +215,7 @@ def _has(matched: Matched, alias: str) -> bool:
     return any(not row.only or matched.architecture in row.only for row in rows)
 
 
-def _tree(named: Iterable[tuple[str, object]]) -> dict[str, Any]:
+def tree_of(named: Iterable[tuple[str, object]]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, entry in named:
         node = tree
@@ -225,7 +225,7 @@ def _tree(named: Iterable[tuple[str, object]]) -> dict[str, Any]:
     return tree
 
 
-def lookup(tree: dict[str, Any], name: str) -> tuple[list[Entry], list[int]]:
+def lookup(tree: dict[str, Any], name: str) -> tuple[list[Any], list[int]]:
     """Return the entries whose name matches, and the numbers of their indices."""
     node, numbers = tree, []
     for part in name.split("."):
@@ -282,7 +282,7 @@ def _count(matched: Matched, active: Mapping[str, Entry]) -> None:
         if counts[id(entry)] == entry.expected or entry.name in matched.tied:
             continue
         present = present or {matched.legacy.get(name, name) for name in matched.placed}
-        lacking = itertools.islice((name for name, _, _ in entry.placed() if name not in present), _MAX_SHOWN)
+        lacking = itertools.islice((name for name, _, _ in entry.placed() if name not in present), MAX_SHOWN)
         matched.missing.append((entry, list(lacking)))
 
 

@@ -6,7 +6,7 @@ have the order of the rows, or of the table's `order`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from bridge.tables.architectures.arch import ArchTable
 from bridge.tables.architectures.match import Matched
@@ -17,12 +17,23 @@ Key = tuple[int, ...]
 def module_order(matched: Matched) -> tuple[str, ...]:
     """Return every tensor, aliases too, in the order of the model's modules."""
     entries = [entry for entry in matched.entries if entry.row.expr]
-    keys = _keys((entry.name for entry in entries), matched.table.order)
-    places: dict[str, Key] = {}
-    for name, (entry, layer, expert) in matched.placed.items():
-        numbers = {"{l}": layer or 0, "{e}": expert or 0}
-        places[name] = tuple(numbers[part] if place < 0 else place for part, place in keys[entry.name])
-    places |= {e.name: tuple(at for _, at in keys[e.name]) for e in entries if e.name in matched.tied}
+    named: dict[str, tuple[str, Mapping[str, int]]] = {
+        name: (entry.name, {"l": layer or 0, "e": expert or 0})
+        for name, (entry, layer, expert) in matched.placed.items()
+    }
+    named |= {entry.name: (entry.name, {}) for entry in entries if entry.name in matched.tied}
+    return in_module_order(named, (entry.name for entry in entries), matched.table.order)
+
+
+def in_module_order(
+    named: Mapping[str, tuple[str, Mapping[str, int]]], rows: Iterable[str], order: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """Return names in the order of their modules. `named`: name -> its row and the numbers of the row's indices."""
+    keys = _keys(rows, order)
+    places: dict[str, Key] = {
+        name: tuple(numbers[part[1:-1]] if place < 0 else place for part, place in keys[row])
+        for name, (row, numbers) in named.items()
+    }
     return tuple(sorted(places, key=lambda name: places[name]))
 
 

@@ -25,6 +25,8 @@ _KEEP = {
     "grouped": "a matrix for each group of heads, for which ModelOpt has no quantizer",
 }  # fmt: skip
 _CACHED = {"attn.k.weight", "mla.k_b.weight", "mqa.kv.weight"}  # one of each attention module that has keys
+_STATE = "gdn."  # a delta net keeps a state of fixed size
+_MATRIX = 2  # axes
 
 
 def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> Structure:
@@ -32,7 +34,11 @@ def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> 
 
     PlanError if no table lists the architecture (see `load_arch`) or the checkpoint does not fit it.
     """
-    matched = match_table(config, specs)
+    return of_match(match_table(config, specs))
+
+
+def of_match(matched: Matched) -> Structure:
+    """Return the structure of a checkpoint that fits its table."""
     order = module_order(matched)
     placed = [(name, matched.placed[name]) for name in order if name in matched.placed]
     place = {name: number for number, name in enumerate(order)}
@@ -52,6 +58,7 @@ def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> 
         feeds=tuple(feeds_of(matched)),
         cuts=cuts_of(matched),
         joined={name: how for name, (entry, _, _) in placed if (how := _joined(entry.row.expr))},
+        states=any(role.startswith(_STATE) for _, (entry, _, _) in placed for role in entry.roles),
     )
 
 
@@ -138,11 +145,12 @@ def _site(matched: Matched, name: str, entry: Entry, layer: int | None, expert: 
     kinds = {matched.table.roles.roles[role].kind for role in entry.roles}
     if not kinds & {"linear", *_KEEP}:
         return None
+    convolves = len(entry.shape) > _MATRIX and not entry.row.stacks
     gated = expert is not None and entry.roles[0] in ("moe.gate.weight", "moe.up.weight")
     return Site(
         module=name.removesuffix(".weight") if entry.row.stacks else name.rpartition(".")[0],
         weight=name,
-        layout=layout_of(entry.row.expr),
+        layout="conv" if convolves else layout_of(entry.row.expr),
         roles=entry.roles,
         layer=layer,
         expert=expert,

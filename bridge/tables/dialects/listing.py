@@ -8,6 +8,7 @@ from bridge.core.errors import UsageError
 from bridge.core.mappings import read_table, table_files
 from bridge.core.text import nearest
 from bridge.tables.architectures.arch import ArchTable, Row, load_arch, parse_arch
+from bridge.tables.architectures.composite import Composite, load_composite, parse_composite, rows_here
 from bridge.tables.architectures.roles import load_roles
 from bridge.tables.dialects.dialect import Dialect
 from bridge.tables.expressions.grammar import roles_in
@@ -41,6 +42,22 @@ def find_table(name: str) -> ArchTable | None:
 def lines_of(table: ArchTable) -> list[Line]:
     """One line for each row of an architecture's table, in its order."""
     return [Line(row.name, str(row.expr), _when(row)) for row in table.rows]
+
+
+def find_composite(name: str) -> Composite | None:
+    """Return the table of that file or class with a text model inside, None if there is none."""
+    path = next((path for path in table_files("composites") if path.stem == name), None)
+    return parse_composite(read_table(path)) if path else load_composite(name)
+
+
+def composite_lines(composite: Composite) -> list[Line]:
+    """One line for each tensor of a tower, then for each row of the text models."""
+    lines = [Line(row.name, row.said, "") for row in composite.carried]
+    for kind, name in composite.text.items():
+        only = "" if len(composite.text) == 1 else f"text_config is {kind}"
+        for row in rows_here(composite, name):
+            lines.append(Line(row.name, str(row.expr), " and ".join(filter(None, (only, str(row.when or ""))))))
+    return lines
 
 
 def merged(table: ArchTable, dialect: Dialect, name: str, also: bool = False) -> list[Line]:

@@ -11,9 +11,9 @@ from bridge.core.text import SHOWN, first_of, fold_layers, named
 from bridge.planning.drafts import drafts_among, lacking, promised
 from bridge.sources.opening import open_source
 from bridge.streaming.run import equal_bits
-from bridge.tables.architectures.arch import arch_file, load_arch, row_names
+from bridge.tables.architectures.arch import arch_file, row_names
+from bridge.tables.architectures.by_table import structure_by_table
 from bridge.tables.architectures.match import architecture_of
-from bridge.tables.architectures.structure import structure
 from bridge.workflows.doctor.checkpoint import INDEX, OTHERS, SINGLE, Checkpoint, safetensors
 from bridge.workflows.doctor.finding import COMMAND, Finding
 
@@ -28,11 +28,11 @@ HEADS, EMBEDDINGS = (
 def fit(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Tensors that config.json asks for and that are not there, or have another shape, if a table says it."""
     known = checkpoint.config.get("architectures")
-    if not known or "fc.weight" in checkpoint.specs or load_arch(architecture_of(checkpoint.config)) is None:
+    if not known or "fc.weight" in checkpoint.specs:
         return  # EAGLE's drafts have the class of the model beside them
     try:
         source = open_source(checkpoint.directory)
-        structure(source.config, source.specs)
+        structure_by_table(source.config, source.specs)
     except BridgeError as error:
         if where := tuple(re.findall(r"^  (?:missing|shape) +(\S+)", str(error), re.MULTILINE)):
             what = "not there, or not in the shape that config.json gives"
