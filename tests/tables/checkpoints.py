@@ -58,7 +58,9 @@ def tiny_fields(architecture: str) -> dict[str, Any]:
         fields |= {"num_local_experts": 3, "moe_layers": [1], "intermediate_size": 128, "intermediate_size_mlp": 160}
     if architecture.startswith(("MiniMaxM2", "MiniMaxM3")):
         fields |= {"num_local_experts": 3, "num_experts_per_tok": 2}
-    if architecture.startswith("Nemotron"):
+    if architecture.startswith("NemotronH"):
+        fields = {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "n_routed_experts": 3}
+    elif architecture.startswith("Nemotron"):
         fields |= {"num_key_value_heads": 8}  # transformers has a default that its own model cannot be built with
     return fields
 

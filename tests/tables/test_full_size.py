@@ -124,6 +124,14 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57,
         },
     ),
+    "nemotron-3-nano-30b-a3b": (
+        "NemotronHForCausalLM",
+        {
+            "hidden_size": 2688, "num_key_value_heads": 2, "mamba_num_heads": 64, "n_routed_experts": 128,
+            "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        },
+    ),
     "granite-3.0-3b-a800m": (
         "GraniteMoeForCausalLM",
         {

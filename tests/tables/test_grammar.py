@@ -163,6 +163,21 @@ def test_what_stands_before_an_or_may_be_missing(text: str, needs: set[str]) -> 
     assert parse_formula(text, PLACE).needs == needs
 
 
+def test_a_word_has_a_letter_for_each_layer() -> None:
+    formula = parse_formula("len(kinds) - 2 and kinds[l] in ['full', '*']", PLACE)
+    assert [formula.value({"kinds": "M*E", "l": layer}) for layer in range(3)] == [False, True, False]
+    with pytest.raises(PlanError, match=r"needs a list with an entry 3, the config has 'M\*E'"):
+        formula.value({"kinds": "M*E", "l": 3})
+
+
+def test_a_formula_stands_for_its_name() -> None:
+    let = {"kinds": parse_formula("listed or word", PLACE)}
+    formula = parse_formula("kinds[l] == 'M'", PLACE, ["listed", "word", "l"], let)
+    assert str(formula) == "kinds[l] == 'M'"
+    assert formula.names == {"listed", "word", "l"}
+    assert formula.value({"listed": None, "word": "*M", "l": 1})
+
+
 def test_shapes_are_formulas_with_commas() -> None:
     assert [str(f) for f in parse_shape("heads * head_dim, 2", PLACE, DIMS)] == ["heads * head_dim", "2"]
 

@@ -197,6 +197,45 @@ def test_what_pre_training_left_is_ignored_with_its_reason() -> None:
     }  # fmt: skip
 
 
+HYBRID: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "mamba_num_heads": 8, "mamba_head_dim": 15,
+    "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 5, "moe_intermediate_size": 28,
+    "moe_shared_expert_intermediate_size": 36, "num_hidden_layers": 5,
+}  # fmt: skip
+KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+
+
+@pytest.mark.parametrize("latent", [None, 24])
+def test_the_kinds_of_layers_are_words_or_letters(latent: int | None) -> None:
+    words = [KINDS[letter] for letter in "ME*-M"]
+    old = ["mamba" if word == "linear_attention" else "attention" if "full" in word else word for word in words]
+    config = HYBRID | {"moe_latent_size": latent}
+    found = [
+        structure(config | kinds, headers(config | kinds))
+        for kinds in ({"hybrid_override_pattern": "ME*-M"}, {"layers_block_type": words}, {"layer_types": old})
+    ]
+    assert found[0] == found[1] == found[2]
+    assert found[0].states and not structure(LLAMA, headers(LLAMA)).states
+    assert found[0].attention == ("backbone.layers.2.mixer",)
+
+
+def test_draft_layers_of_any_kind_are_ignored_with_their_reason() -> None:
+    config = HYBRID | {"hybrid_override_pattern": "M-M*E", "moe_latent_size": 24, "mlp_bias": True}
+    specs = headers(config)
+    drafts = [
+        f"mtp.{name.removeprefix('backbone.')}"
+        for name in specs
+        if name.startswith(("backbone.layers.3", "backbone.layers.4"))
+    ]
+    drafts += [f"mtp.layers.3.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "final_layernorm")]
+    for name in drafts:
+        add(specs, name, *specs.get(name.replace("mtp.", "backbone."), specs["backbone.norm_f.weight"]).shape)
+    found = structure(config, specs)
+    assert found.ignored.keys() == set(drafts)
+    assert set(found.ignored.values()) == {"of a layer that drafts tokens ahead; the model of transformers has none"}
+
+
 def test_an_old_config_gets_the_defaults_of_transformers() -> None:
     config = {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 1}
     assert headers(config)[LAYER.format(0, "k")].shape == (1024, 4096)  # 8 key heads, not 32

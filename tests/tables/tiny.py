@@ -109,6 +109,12 @@ _GPT_OSS = _LLAMA | {
     "sliding_window": 23, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "pad_token_id": 0,
 }  # fmt: skip
+_NEMOTRON_H = {key: value for key, value in _LLAMA.items() if key not in ("num_hidden_layers", "rms_norm_eps")} | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 8, "n_groups": 4,
+    "mamba_head_dim": 11, "ssm_state_size": 7, "conv_kernel": 3, "n_routed_experts": 5, "moe_intermediate_size": 28,
+    "moe_shared_expert_intermediate_size": 36, "moe_latent_size": 24, "routed_scaling_factor": 1.5,
+    "time_step_min": 0.4,
+}  # fmt: skip
 _GPT2 = {"vocab_size": 97, "n_embd": 60, "n_inner": 80, "n_layer": 3, "n_head": 6, "n_positions": 72}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -137,6 +143,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronForCausalLM",
         _LLAMA | {"rope_parameters": _PARTIAL, "attention_bias": True, "mlp_bias": True},
     ),
+    "nemotron_h": ("NemotronHForCausalLM", _NEMOTRON_H),
+    "nemotron_h-biases": (
+        "NemotronHForCausalLM",
+        _NEMOTRON_H | {"moe_latent_size": None, "use_bias": True, "mlp_bias": True, "use_conv_bias": False},
+    ),
+    "nemotron_h-latent": ("NemotronHForCausalLM", _NEMOTRON_H | {"mlp_bias": True}),
     "mixtral": ("MixtralForCausalLM", _LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3-moe": (
         "Qwen3MoeForCausalLM",
@@ -274,6 +286,8 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
         heads = config.get("num_attention_heads") or config["n_head"]
         eps, activation = (1e-12, "gelu") if family == "bert" else (1e-5, "gelu_tanh")
         return Formulas(3, heads, heads, (0.0,) * 3, (0,) * 3, eps, activation, causal=family == "gpt2")
+    if family == "nemotron_h":
+        return _nemotron_h(config)
     theta = (float(config["rope_parameters"].get("rope_theta", 0)),) * 3
     window = (config.get("sliding_window") or 0,) * 3
     more: dict[str, Any] = {}
@@ -338,6 +352,15 @@ def _granite(config: dict[str, Any]) -> dict[str, Any]:
     scales = {"scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
     scales |= {"residual_scale": "residual_multiplier", "top_k": "num_experts_per_tok"}
     return {key: config[field] for key, field in scales.items()} | {"logit_scale": 1 / config["logits_scaling"]}
+
+
+def _nemotron_h(config: dict[str, Any]) -> Formulas:
+    heads, kv_heads, layers = config["num_attention_heads"], config["num_key_value_heads"], config["layers_block_type"]
+    more: dict[str, Any] = {"top_k": config["num_experts_per_tok"], "share": "sigmoid", "activation": "relu2"}
+    more |= {"share_scale": config["routed_scaling_factor"], "key_heads": config["n_groups"]}
+    nothing = len(layers) * (0,)
+    eps = config["layer_norm_epsilon"]
+    return Formulas(len(layers), heads, kv_heads, nothing, nothing, eps, least_step=config["time_step_min"], **more)
 
 
 def _deepseek_v4(config: dict[str, Any]) -> tuple[tuple[float, ...], Any]:

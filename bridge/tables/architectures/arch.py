@@ -15,13 +15,13 @@ from bridge.core.mappings import Place, TableFile, added_files, own_files, read_
 from bridge.core.parsing.file_cache import cached_by_file
 from bridge.core.text import nearest
 from bridge.tables.architectures.meaning import shared
-from bridge.tables.architectures.roles import InputRow, Roles, load_roles, merge_inputs, parse_inputs
+from bridge.tables.architectures.roles import InputRow, Roles, load_roles, merge_inputs, parse_inputs, sets_of
 from bridge.tables.expressions.grammar import Call, Expr, Formula, parse_formula, parse_row, roles_in
 
 _KEYS = [
     "architectures", "prefix", "prefixes", "bare", "order", "scaled", "config", "computes", "reads", "dims", "legacy",
-    "inputs", "layouts", "foreign", "prune", "rows", "rows_if", "rows_for", "split", "tied_if", "ignore", "ignore_if",
-    "ignore_for",
+    "inputs", "one_of", "layouts", "foreign", "prune", "let", "rows", "rows_if", "rows_for", "split", "tied_if",
+    "ignore", "ignore_if", "ignore_for",
 ]  # fmt: skip
 Layouts = dict[str, tuple[str, Place]]  # architecture -> the name of its layout in a dialect, and where it is given
 INDEX = re.compile(r"\{(\w+)\}")
@@ -67,7 +67,7 @@ class ArchTable:
     `prefixes`: what a checkpoint's names may begin with instead of `prefix`. `order`: modules of one parent in the
     model's order, if the rows have another. `scaled`: embeddings whose module also scales its output. `split`: rows of
     each expert, of checkpoints that have no stacks of them. `computes`: fields of the config that change what the model
-    computes and no tensor, with their defaults.
+    computes and no tensor, with their defaults. `one_of`: sets of roles of which each layer has exactly one.
     """
 
     file: TableFile
@@ -87,6 +87,7 @@ class ArchTable:
     scaled: tuple[str, ...]
     split: tuple[Row, ...] = ()
     computes: Mapping[str, object] = field(default_factory=dict)
+    one_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def without_stacks(self) -> ArchTable:
         """Return the table of a checkpoint that has a tensor of each expert instead of stacks."""
@@ -201,7 +202,7 @@ def parse_arch(file: TableFile, roles: Roles) -> ArchTable:
         file, roles, architectures, file.data.get("prefix", ""), file.words("prefixes"), bare, config, dims,
         rows, ties, ignored, dict(file.data.get("legacy", {})),
         merge_inputs(parse_inputs(file, roles.roles), roles.inputs), tuple(file.data.get("order", ())),
-        _scaled(file, roles), _split(file, roles, rows), _computes(file, config, formulas),
+        _scaled(file, roles), _split(file, roles, rows), _computes(file, config, formulas), _one_of(file, roles),
     )  # fmt: skip
 
 
@@ -214,13 +215,26 @@ def _computes(file: TableFile, config: Mapping[str, object], formulas: Iterable[
     }
 
 
+def let_of(file: TableFile) -> dict[str, Formula]:
+    """The formulas that others use by their names: [let]."""
+    config = list(file.data.get("config", {}))
+    return {name: parse_formula(text, file.place("let", name), config) for name, text in file.texts("let").items()}
+
+
+def _one_of(file: TableFile, roles: Roles) -> dict[str, tuple[str, ...]]:
+    """A table's own sets, and the common ones that share no role with them."""
+    own = sets_of(file, "one_of", "role", roles.roles)
+    covered = {role for members in own.values() for role in members}
+    return own | {name: members for name, members in roles.one_of.items() if not covered & set(members)}
+
+
 def _dims(file: TableFile, roles: Roles, config: Mapping[str, object]) -> dict[str, Formula]:
     dims = {}
     for dim, text in file.data.get("dims", {}).items():
         place = file.place("dims", dim)
         if dim not in roles.dims:
             raise place.error(f"dim `{dim}` is unknown", hint=nearest(dim, roles.dims))
-        dims[dim] = parse_formula(str(text), place, list(config))
+        dims[dim] = parse_formula(str(text), place, list(config), let_of(file))
     return dims
 
 
@@ -293,14 +307,14 @@ def _groups(
     yield kind, None, (), file.data.get(kind, {})
     for text, group in file.data.get(f"{kind}_if", {}).items():
         section = f'{kind}_if."{text}"'
-        yield section, parse_formula(text, file.header(section), [*names, "l"]), (), group
+        yield section, parse_formula(text, file.header(section), [*names, "l"], let_of(file)), (), group
     for text, group in file.data.get(f"{kind}_for", {}).items():
         section = f'{kind}_for."{text}"'
         listed, _, condition = text.partition(" if ")
         only = tuple(part.strip() for part in listed.split(","))
         place = file.header(section)
         _known(place, only, architectures)
-        formula = parse_formula(condition, place, [*names, "l"]) if condition else None
+        formula = parse_formula(condition, place, [*names, "l"], let_of(file)) if condition else None
         yield section, formula, only, group
 
 

@@ -52,6 +52,7 @@ def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> 
         feeds=tuple(feeds_of(matched)),
         cuts=cuts_of(matched),
         joined={name: how for name, (entry, _, _) in placed if (how := _joined(entry.row.expr))},
+        states=any(site.keep == _KEEP["recurrent"] for site in sites),
     )
 
 
@@ -181,6 +182,8 @@ SHARED = {
     "ffn": "inner values of the MLP",
     "moe_ffn": "inner values of an expert",
     "shared_ffn": "inner values of the shared experts",
+    "ssm_heads": "heads of the state space",
+    "ssm_groups": "groups of its heads",
 }
 
 
@@ -196,7 +199,7 @@ def cuts_of(matched: Matched) -> dict[str, Cut]:
             for axis, formula, extent in zip(("out", "in"), role.shape, extents, strict=True):
                 for dim in sorted(formula.names & SHARED.keys()):
                     count = int(str(matched.names[dim]))
-                    cuts[name] = Cut(axis, SHARED[dim], count, extent // count, dim == "kv_heads")
+                    cuts[name] = Cut(axis, SHARED[dim], count, extent // count, dim in ("kv_heads", "ssm_groups"))
     return cuts
 
 
