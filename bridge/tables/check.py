@@ -64,7 +64,7 @@ def _unused_names(table: ArchTable) -> Iterator[str]:
     for dim in table.dims:
         if dim not in used:
             yield str(table.file.place("dims", dim).error(f"dim `{dim}` is unused: no row needs it"))
-    used |= {name for formula in table.dims.values() for name in formula.names} | parse_pruning(table).names
+    used |= table.sized | parse_pruning(table).names
     for field in table.config:
         if field not in used:
             text = f"field `{field}` is unused: no dim or condition needs it"
@@ -117,11 +117,12 @@ def _alternative(table: ArchTable, here: list[Entry], role: str) -> bool:
 
 
 def _together(table: ArchTable, roles: Counter[str], where: str) -> Iterator[str]:
-    for group, members in table.roles.together.items():
+    for group, members in table.together.items():
         present = [role for role in members if role in roles]
         if present and len(present) < len(members):
             missing = ", ".join(role for role in members if role not in roles)
-            place = Place(table.file.name, 1, f"[together] {group} of {table.roles.file.name}")
+            file = table.roles.file.name if group in table.roles.together else table.file.name
+            place = Place(table.file.name, 1, f"[together] {group} of {file}")
             yield str(place.error(f"{', '.join(present)} without {missing} in {where}"))
 
 

@@ -18,9 +18,17 @@ _HYBRID = {
     "intermediate_size": 384, "n_routed_experts": 5, "moe_intermediate_size": 256, "mamba_head_dim": 32,
     "moe_shared_expert_intermediate_size": 640, "ssm_state_size": 40,
 }  # fmt: skip
+_WIDTHS = {
+    "hidden_size": 128, "head_dim": 64, "global_head_dim": 128, "num_global_key_value_heads": 3, "num_hidden_layers": 4,
+    "intermediate_size": 384, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2,
+    "moe_intermediate_size": 640, "hidden_size_per_layer_input": 256, "attention_k_eq_v": True,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronHForCausalLM", _HYBRID),
     "nemotron_h-latent": ("NemotronHForCausalLM", _HYBRID | {"moe_latent_size": 512}),
+    "gemma4": ("Gemma4ForCausalLM", _WIDTHS),
+    "gemma4-dense": ("Gemma4ForCausalLM", _WIDTHS | {"enable_moe_block": False, "attention_k_eq_v": False}),
 }
 IDS = [torch.arange(1, 49).reshape(2, 24)]
 NAMED = ("bridge.json", "report.json", "report.html", "README.md", "bridge/calibration.safetensors")  # times, paths
@@ -46,9 +54,7 @@ def written(root: Path) -> dict[str, bytes]:
         ),
     ],
 )
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.product] * ("latent" in name)) for name in MODELS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.product] * ("-" in name)) for name in MODELS])
 def test_a_table_quantizes_what_a_trace_does(
     name: str, quant: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,22 @@ def test_rows_of_each_expert_that_do_not_replace_the_stacks_are_told(old: str, n
     assert says in _broken(old, new, arch="llama4")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("head_dim = \"'head_dim'", "head_dims = \"'head_dim'", "dim `head_dims` is unknown"),
+        ("and full and global_head_dim", "and full and global_heads", "`global_heads` is neither a dim nor a field"),
+        ('values       = ["attn.k', 'values = ["attn.v_proj', "role `attn.v_proj.weight` is unknown"),
+        ("[one_of]", "[one_off]", "unknown key `one_off`"),
+        ('[rows_if."not shared"]', '[rows_if."not share"]', "`share` is neither a dim nor a field"),
+    ],
+)
+def test_a_table_whose_layers_have_widths_of_their_own_is_checked(old: str, new: str, says: str) -> None:
+    message = _broken(old, new, arch="gemma4")
+    assert says in message
+    assert message.startswith("mappings/arch/gemma4.toml:")
+
+
 def test_a_switch_is_tried_both_ways() -> None:
     assert "without attn.v.bias" in _broken('= "attn.v.bias"', '= "attn.k.bias"')
 

@@ -86,6 +86,14 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 4, "num_key_value_heads": 1,
         },
     ),
+    "gemma4-dense": ("Gemma4ForCausalLM", {"num_kv_shared_layers": 12, "use_double_wide_mlp": True}),
+    "gemma4-moe": (
+        "Gemma4ForCausalLM",
+        {
+            "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+            "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
+        },
+    ),
     "gemma-7b": ("GemmaForCausalLM", {}),
     "starcoder2-15b": (
         "Starcoder2ForCausalLM",

@@ -137,6 +137,9 @@ def test_a_config_of_the_wrong_type_is_told(text: str, fields: dict[str, object]
         ("dense or []", []),
         ("max(layers)", 5),
         ("pattern[1]", 1),
+        ("of_layers[3]['width']", 7),
+        ("of_layers[12]['width']", 9),
+        ("of_layers[2] or 5", 5),
         ("max([2, layers, 3])", 5),
         ("sliding(layers, [1, 1])", ["sliding", "full", "sliding", "full", "sliding"]),
         ("sliding(layers, pattern)", ["sliding", "sliding", "sliding", "full", "sliding"]),
@@ -144,7 +147,9 @@ def test_a_config_of_the_wrong_type_is_told(text: str, fields: dict[str, object]
     ],
 )
 def test_lists_and_functions_of_layers(text: str, value: object) -> None:
-    found = parse_formula(text, PLACE).value({"layers": 5, "pattern": (3, 1), "dense": None})
+    found = parse_formula(text, PLACE).value(
+        {"layers": 5, "pattern": (3, 1), "dense": None, "of_layers": {"03": {"width": 7}, "12": {"width": 9}}}
+    )
     kinds = [f"{kind}_attention" for kind in value] if "sliding" in text and isinstance(value, list) else value
     assert found == kinds
 

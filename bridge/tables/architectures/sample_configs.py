@@ -14,7 +14,8 @@ EXTENTS = {
     "positions": 113, "types": 7, "labels": 11, "q_rank": 26, "kv_rank": 22, "nope_dim": 14, "rope_dim": 8, "v_dim": 13,
     "index_heads": 9, "index_dim": 18,
     "shared_ffn": 58, "conv_width": 3, "gdn_heads": 4, "gdn_key_heads": 2, "gdn_key_dim": 9, "gdn_value_dim": 12,
-    "ssm_heads": 16, "ssm_head_dim": 19, "ssm_groups": 8, "ssm_state": 23, "moe_latent": 38,
+    "ssm_heads": 16, "ssm_head_dim": 19, "ssm_groups": 8, "ssm_state": 23, "moe_latent": 38, "layer_vocab": 89,
+    "layer_input": 25,
     "streams": 4, "out_groups": 3, "out_rank": 7, "out_width": 20, "sparse_span": 15, "dense_span": 21, "top_k": 17,
     "layers": LAYERS,
 }  # fmt: skip

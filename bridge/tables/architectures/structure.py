@@ -24,7 +24,7 @@ _KEEP = {
     "head": "output head", "router": "router", "recurrent": "recurrent",
     "grouped": "a matrix for each group of heads, for which ModelOpt has no quantizer",
 }  # fmt: skip
-_CACHED = {"attn.k.weight", "mla.k_b.weight", "mqa.kv.weight"}  # one of each attention module that has keys
+_CACHED = {"attn.q.weight", "mla.k_b.weight", "mqa.kv.weight"}  # one of each attention module that has keys
 
 
 def structure(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> Structure:
@@ -195,10 +195,10 @@ def cuts_of(matched: Matched) -> dict[str, Cut]:
             role = matched.table.roles.roles[name]
             if role.kind != "linear" or name in cuts:
                 continue
-            extents = role_shape(matched.table, name, matched.names)
+            extents = role_shape(matched.table, name, entry.names)
             for axis, formula, extent in zip(("out", "in"), role.shape, extents, strict=True):
                 for dim in sorted(formula.names & SHARED.keys()):
-                    count = int(str(matched.names[dim]))
+                    count = int(str(entry.names[dim]))
                     cuts[name] = Cut(axis, SHARED[dim], count, extent // count, dim in ("kv_heads", "ssm_groups"))
     return cuts
 
@@ -223,7 +223,7 @@ def feeds_of(matched: Matched) -> Iterator[Feed]:
             rows = _rows(matched, entry, wrote)
             if rows is None or not isinstance(other.row.expr, Ref):
                 continue
-            width = int(str(matched.names["head_dim"])) if wrote == "attn.v.weight" else 1
+            width = int(str(entry.names["head_dim"])) if wrote == "attn.v.weight" else 1
             repeat, rest = divmod(other.shape[1], rows[1] - rows[0])
             if not rest:
                 modules = writer.rpartition(".")[0], reader.rpartition(".")[0]
@@ -241,7 +241,7 @@ def _rows(matched: Matched, entry: Entry, role: str) -> tuple[int, int] | None:
     for part in expr.args:
         if not isinstance(part, Ref):
             return None
-        end = begin + role_shape(matched.table, part.name, matched.names)[0]
+        end = begin + role_shape(matched.table, part.name, entry.names)[0]
         if part.name == role:
             return begin, end
         begin = end

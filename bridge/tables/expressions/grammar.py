@@ -1,7 +1,7 @@
 """Parse the expressions of rows and dims: Python syntax, never evaluated.
 
 row   = role | op(row, ..., count=formula)        interleave(attn.q.weight, attn.k.weight, groups=kv_heads)
-formula = names, numbers, lists, list[number], word[number], object['key'], + - * // %, comparisons, `in`,
+formula = names, numbers, lists, list[number], word[number], object['key'] or [number], + - * // %, comparisons, `in`,
           and / or / not, functions      a or b
 function = len(list or word) | max(number or list) | range(count)
            | sliding(layers, [local, full])      the kinds of layers, local ones first
@@ -274,7 +274,7 @@ def _value(node: ast.expr, names: Mapping[str, object], text: str) -> object:
             return _compare(op, left, right, names, text)
         case ast.Subscript(value=listed, slice=ast.Constant(value=str() as key)):
             return _member(_value(listed, names, text), key, text)
-        case ast.Subscript(value=listed, slice=at):
+        case ast.Subscript(value=listed, slice=at):  # of an object: its entry of that number, null if it has none
             return _entry(_value(listed, names, text), _integer(at, names, text), text)
         case ast.List(elts=elements):
             return [_value(element, names, text) for element in elements]
@@ -294,6 +294,8 @@ def _value(node: ast.expr, names: Mapping[str, object], text: str) -> object:
 
 def _entry(items: object, at: int, text: str) -> object:
     """The entry of a list, as of kinds by layer, or a letter of a word."""
+    if isinstance(items, Mapping):
+        return next((value for key, value in items.items() if str(key).isdecimal() and int(key) == at), None)  # "05"
     if isinstance(items, list | tuple | str) and 0 <= at < len(items):
         return items[at]
     raise PlanError(f"`{text}` needs a list with an entry {at}, the config has {items!r}")

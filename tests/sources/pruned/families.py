@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {"n_layer": 4},
     "Gemma2ForCausalLM": _FOUR,
     "Gemma3ForCausalLM": _FOUR,
+    "Gemma4ForCausalLM": _FOUR | {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "GemmaForCausalLM": _FOUR,
     "Glm4MoeForCausalLM": _FOUR | _GLM4_MOE,
     "GlmMoeDsaForCausalLM": _FOUR | {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
