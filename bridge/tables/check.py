@@ -15,7 +15,7 @@ from bridge.tables.architectures.match import Entry, entries_of
 from bridge.tables.architectures.module_order import problems_of_order
 from bridge.tables.architectures.pruning import parse_pruning
 from bridge.tables.architectures.roles import Roles, load_roles
-from bridge.tables.architectures.sample_configs import LAYERS, configs
+from bridge.tables.architectures.sample_configs import configs
 from bridge.tables.dialects.check import check_dialects
 from bridge.tables.expressions.grammar import formulas_in, roles_in
 
@@ -80,7 +80,7 @@ def _unused_names(table: ArchTable) -> Iterator[str]:
     for dim in table.dims:
         if dim not in used:
             yield str(table.file.place("dims", dim).error(f"dim `{dim}` is unused: no row needs it"))
-    used |= {name for formula in table.dims.values() for name in formula.names} | parse_pruning(table).names
+    used |= table.sized | parse_pruning(table).names
     for field in table.config:
         if field not in used:
             text = f"field `{field}` is unused: no dim or condition needs it"
@@ -98,12 +98,14 @@ def _cover(table: ArchTable, architecture: str, config: Mapping[str, object], en
     """Yield roles that a layer has twice, and violations of [together] and [one_of]."""
     shown = ", ".join(f"{field} = {value!r}" for field, value in config.items())
     where = f"{architecture} with {shown}"
-    names = Counter(entry.name for entry in entries if entry.expected)
-    for name, times in names.items():
-        if times > 1:
-            row = next(entry.row for entry in entries if entry.name == name)
-            yield str(row.place.error(f"two rows for `{name}` in {where}"))
-    for layer in (None, *range(LAYERS)):
+    layers = table.names(config).get("layers", 0)
+    assert isinstance(layers, int)  # ArchTable.names counted it
+    for layer in (None, *range(layers)):
+        names = Counter(entry.name for entry in entries if entry.expected and _in(entry, layer))
+        for name, times in names.items():
+            if times > 1:
+                row = next(entry.row for entry in entries if entry.name == name)
+                yield str(row.place.error(f"two rows for `{name}` in {where}"))
         here = [entry for entry in entries if entry.row.expr and entry.expected and _in(entry, layer)]
         counts = Counter(role for entry in here for role in entry.roles)
         for role, times in counts.items():
@@ -131,20 +133,22 @@ def _alternative(table: ArchTable, here: list[Entry], role: str) -> bool:
 
 
 def _together(table: ArchTable, roles: Counter[str], where: str) -> Iterator[str]:
-    for group, members in table.roles.together.items():
+    for group, members in table.together.items():
         present = [role for role in members if role in roles]
         if present and len(present) < len(members):
             missing = ", ".join(role for role in members if role not in roles)
-            place = Place(table.file.name, 1, f"[together] {group} of {table.roles.file.name}")
+            file = table.roles.file.name if group in table.roles.together else table.file.name
+            place = Place(table.file.name, 1, f"[together] {group} of {file}")
             yield str(place.error(f"{', '.join(present)} without {missing} in {where}"))
 
 
 def _one_of(table: ArchTable, roles: Counter[str], layer: int, where: str) -> Iterator[str]:
-    for group, members in table.roles.one_of.items():
+    for group, members in table.one_of.items():
         present = [role for role in members if role in roles]
         if len(present) != 1:
             has = " and ".join(present) or f"none of {', '.join(members)}"
-            place = Place(table.file.name, 1, f"[one_of] {group} of {table.roles.file.name}")
+            file = table.roles.file.name if group in table.roles.one_of else table.file.name
+            place = Place(table.file.name, 1, f"[one_of] {group} of {file}")
             yield str(place.error(f"layer {layer} has {has} in {where}"))
 
 

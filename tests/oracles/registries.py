@@ -267,6 +267,20 @@ class Program:
         for value in says.values:  # layer_type=Layer
             if child := self._module(module, value):
                 self.read(child, into, "layers", without)
+        for name in sorted({name for names in says.local.values() for name in names}):
+            for child in self._listed(module, name):
+                self.read(child, into, "layers", without)
+
+    def _listed(self, module: str, name: str) -> list[Class]:
+        """The classes in a dictionary of a module, as of kinds of layers: `KINDS = {"M": MambaLayer}`."""
+        tree = self.parsed(module)
+        for node in tree.body if tree else []:
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)) or not isinstance(node.value, ast.Dict):
+                continue
+            if name in {ast.unparse(target) for target in _targets(node)}:
+                words = [value.id for value in node.value.values if isinstance(value, ast.Name)]
+                return [child for word in words if (child := self._module(module, word))]
+        return []
 
     def _meant(self, module: str, made: str, says: Method, held: Mapping[str, list[Class]]) -> list[Class]:
         """The classes that a call may make one of, by the text of what is called."""

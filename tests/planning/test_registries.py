@@ -50,13 +50,23 @@ class Block(nn.Module):
         self.self_attn = Attention(config, quant_config, prefix=f"{prefix}.self_attn")
         self.gate = GateLinear(1, 2, prefix=f"{prefix}.gate")
         self.tower = Attention(config, quant_config=None)
+
+class Recurrent(nn.Module):
+    def __init__(self, config, quant_config=None, prefix=""):
+        self.conv1d = ColumnParallelLinear(1, 2, quant_config=None)
+
+class RecurrentBlock(nn.Module):
+    def __init__(self, config, quant_config=None, prefix=""):
+        self.mixer = Recurrent(config, quant_config, prefix=f"{prefix}.mixer")
 """
 MODEL = """
-from .layers import Block
+from .layers import Block, RecurrentBlock
 if current_platform.is_rocm():
     from .amd import Model
+KINDS = {"M": RecurrentBlock, "other": 3}
 class Model(nn.Module):
     def __init__(self, config, prefix="", layer_type=Block):
+        kinds = config.kinds or KINDS
         self.start, self.layers = make_layers(3, lambda prefix: layer_type(config, config.quant, prefix=prefix))
 class MineForCausalLM(nn.Module):
     packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
@@ -82,6 +92,7 @@ def test_fused_and_unquantized_modules_are_read_without_importing(tmp_path: Path
     row = next(line for line in text.splitlines() if line.startswith('"MineForCausalLM"'))
     assert 'fused = ["q_proj k_proj v_proj", "wk weights_proj"]' in row
     assert 'plain = ["indexer.head_gate", "indexer.weights_proj", "indexer.wk", "layers.gate"' in row
+    assert '"mixer.conv1d"' in row
     assert "either" not in row.replace("tower.either", "")
     assert "sometimes" not in row
     assert '"tower.qkv_proj"' not in row
@@ -162,6 +173,19 @@ def test_compressors_stay_unquantized_for_vllm_and_grouped_matrices_for_all(tmp_
     more = {f"model.layers.{at}.{name}" for at in compressors for name in ("wkv", "wgate")}
     assert kept[1] - kept[0] == more | {"model.layers.0.attn.indexer.weights_proj"}
     assert verdict(load_runtime("vllm"), left).why_not == ""
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_layers_of_one_mixer_each_load_with_what_programs_keep_of_them(name: str, tmp_path: Path) -> None:
+    """conv1d and gate, by nemotron_h.py of both; A_log, D and dt_bias are no matrices."""
+    kinds = {"layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"], "n_routed_experts": 5}
+    decoder_families.build("NemotronHForCausalLM", moe_intermediate_size=44, **kinds).save_pretrained(tmp_path)
+    found = served(name, "NemotronHForCausalLM")
+    assert found and found.plain == (("mixer", "conv1d"), ("mixer", "gate"))
+    plan = bridge.plan(tmp_path, "hf", "fp8")
+    kept = {step.site.module for step in plan.steps if step.site and not step.format}
+    assert kept == {"backbone.embeddings", "backbone.layers.0.mixer.conv1d", "backbone.layers.2.mixer.gate", "lm_head"}
+    assert verdict(load_runtime(name), plan).why_not == ""
 
 
 def test_a_program_without_a_class_for_an_architecture_does_not_load_it(tmp_path: Path) -> None:

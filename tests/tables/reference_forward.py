@@ -40,7 +40,8 @@ class Formulas:
     queries and keys that turn are divided by their root mean square; `temper`: those that do not, or of a latent, grow
     with the logarithm of the position, see Llama 4. `scales_input`: an expert's share multiplies what it reads. `seen`:
     how many positions an indexer chooses, `pairs`: whether its adjacent channels turn together, `chosen`: what the last
-    one did not choose. `key_heads`: those of a gated delta net. `blocks`: keys of a block, how many an indexer chooses,
+    one did not choose. `key_heads`: those of a gated delta net, or groups of a state space's heads; `least_step`: of
+    a state space. `blocks`: keys of a block, how many an indexer chooses,
     and how many of the last it takes in any case. `bound`: gate and up are clamped to it, and gated as without;
     `given`: the experts of each position, whatever their scores; `sinkhorn`: how often shares of residual streams are
     divided by their sums, and what is added to them.
@@ -75,6 +76,7 @@ class Formulas:
     pairs: bool = False
     chosen: list[Tensor] = field(default_factory=list)
     key_heads: int = 0
+    least_step: float = 0.0
     blocks: tuple[int, int, int] = (0, 0, 0)
     bound: float = math.inf
     given: Tensor | None = None
@@ -90,14 +92,11 @@ def hidden_states(roles: Roles, f: Formulas, ids: Tensor, types: Tensor | None =
         x = x + roles["embed.types.weight", None, None][types]
     x = _norm(roles, "embed.norm", None, x, f)
     for layer in range(f.layers):
-        kinds = {"mla.o.weight": _latent_attention, "gdn.o.weight": _delta_net, "attn.o.weight": _attention}
-        attention = next(kind for role, kind in kinds.items() if (role, layer, None) in roles)
-        y = attention(roles, f, layer, _norm(roles, "attn.norm", layer, x, f))
-        x = x + _norm(roles, "attn.post_norm", layer, y, f) * f.residual_scale
-        x = _norm(roles, "attn.add_norm", layer, x, f)
-        y = _mlp(roles, f, layer, _norm(roles, "mlp.norm", layer, x, f))
-        x = x + _norm(roles, "mlp.post_norm", layer, y, f) * f.residual_scale
-        x = _norm(roles, "mlp.add_norm", layer, x, f)
+        for block, kinds in BLOCKS.items():  # some models have one of them in a layer
+            for mixer in [mixer for role, mixer in kinds.items() if (role, layer, None) in roles]:
+                y = mixer(roles, f, layer, _norm(roles, f"{block}.norm", layer, x, f))
+                x = x + _norm(roles, f"{block}.post_norm", layer, y, f) * f.residual_scale
+                x = _norm(roles, f"{block}.add_norm", layer, x, f)
     return _norm(roles, "final.norm", None, x, f)
 
 
@@ -292,16 +291,15 @@ def _halves(x: Tensor) -> Tensor:
     return torch.cat([x[..., 0::2], x[..., 1::2]], -1)
 
 
-def _mlp(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
-    act = ACTIVATIONS[f.activation]
-    if ("moe.router.weight", layer, None) in roles:
-        return _experts(roles, f, layer, x)
-    if ("mlp.fc1.weight", layer, None) in roles:
-        return _linear(roles, "mlp.fc2", layer, act(_linear(roles, "mlp.fc1", layer, x)))
+def _gated_mlp(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     return _gated(roles, f, "mlp", layer, x)
 
 
 def _gated(roles: Roles, f: Formulas, role: str, layer: int, x: Tensor, expert: int | None = None) -> Tensor:
+    for fc in ("fc", "latent_fc"):  # not gated
+        if (f"{role}.{fc}1.weight", layer, expert) in roles:
+            inner = ACTIVATIONS[f.activation](_linear(roles, f"{role}.{fc}1", layer, x, expert))
+            return _linear(roles, f"{role}.{fc}2", layer, inner, expert)
     gate, up = (_linear(roles, f"{role}.{name}", layer, x, expert) for name in ("gate", "up"))
     if f.limit:
         gate, up = gate.clamp(max=f.limit), up.clamp(-f.limit, f.limit)
@@ -319,14 +317,35 @@ def _experts(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
     if f.renormalize:
         share = share / share.sum(-1, keepdim=True)
     share = share * f.share_scale
-    out = torch.zeros_like(x)
-    if ("moe.shared.gate.weight", layer, None) in roles:
-        out = _gated(roles, f, "moe.shared", layer, x)
+    shared = torch.zeros_like(x)
+    if {("moe.shared.gate.weight", layer, None), ("moe.shared.fc1.weight", layer, None)} & roles.keys():
+        shared = _gated(roles, f, "moe.shared", layer, x)
     if ("moe.shared.router.weight", layer, None) in roles:
-        out = out * _linear(roles, "moe.shared.router", layer, x).sigmoid()
+        shared = shared * _linear(roles, "moe.shared.router", layer, x).sigmoid()
+    latent = ("moe.latent.down.weight", layer, None) in roles
+    x = _linear(roles, "moe.latent.down", layer, x) if latent else x
+    out = torch.zeros_like(x)
     for position in range(len(x)):
         for weight, expert in zip(share[position], chosen[position].tolist(), strict=True):
             row = x[position : position + 1] * (weight if f.scales_input else 1)
             part = _gated(roles, f, "moe", layer, row, expert)[0]
             out[position] += part if f.scales_input else weight * part
-    return out
+    return shared + (_linear(roles, "moe.latent.up", layer, out) if latent else out)
+
+
+Mixer = Callable[[Roles, Formulas, int, Tensor], Tensor]
+
+
+def _state_space(roles: Roles, f: Formulas, layer: int, x: Tensor) -> Tensor:
+    from tests.tables.state_space import state_space  # which has the parts above
+
+    return state_space(roles, f, layer, x)
+
+
+BLOCKS: dict[str, dict[str, Mixer]] = {  # block of a layer -> a role that it has, and what it computes
+    "attn": {
+        "mla.o.weight": _latent_attention, "gdn.o.weight": _delta_net, "attn.o.weight": _attention,
+        "ssm.o.weight": _state_space,
+    },
+    "mlp": {"mlp.gate.weight": _gated_mlp, "mlp.fc1.weight": _gated_mlp, "moe.router.weight": _experts},
+}  # fmt: skip

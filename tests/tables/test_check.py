@@ -79,6 +79,21 @@ def test_conditions_that_leave_a_gap_are_told() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
+        ("in ['mlp', '-']", "in ['mlp', '-', 'moe']", "layer 1 has mlp.fc1.weight and moe.fc1.weight in NemotronH"),
+        ("in ['mlp', '-']", "in ['mlp', '-', 'moe']", "two rows for `backbone.layers.{l}.norm.weight` in NemotronH"),
+        ("in ['mlp', '-']", "in ['-']", "layer 3 has none of ssm.x.weight, attn.q.weight, mlp.fc1.weight, moe"),
+        ('mixer = ["ssm.x', 'mixer = ["ssm.y', "role `ssm.y.weight` is unknown"),
+        ("[let]", "[lets]", "unknown key `lets`"),
+        ("kinds[l] in ['mlp'", "kind[l] in ['mlp'", "`kind` is neither a dim nor a field"),
+    ],
+)
+def test_a_table_of_layers_with_one_mixer_each_says_so_itself(old: str, new: str, says: str) -> None:
+    assert says in _broken(old, new, arch="nemotron_h")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
         ('experts.{e}.up_proj.weight"   = "moe.up', 'experts.{e}.up_proj.weight" = "attn.q', "no stack has the role"),
         ("experts.{e}.up_proj", "experts.up_proj", "role `moe.up.weight` has {l} and {e}, the row's name does not"),
         ('experts.{e}.up_proj.weight"   = "moe.up', 'experts.{e}.up_proj.weight" = "moe.gate', "occurs 2 times"),
@@ -86,6 +101,22 @@ def test_conditions_that_leave_a_gap_are_told() -> None:
 )
 def test_rows_of_each_expert_that_do_not_replace_the_stacks_are_told(old: str, new: str, says: str) -> None:
     assert says in _broken(old, new, arch="llama4")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("head_dim = \"'head_dim'", "head_dims = \"'head_dim'", "dim `head_dims` is unknown"),
+        ("and full and global_head_dim", "and full and global_heads", "`global_heads` is neither a dim nor a field"),
+        ('values       = ["attn.k', 'values = ["attn.v_proj', "role `attn.v_proj.weight` is unknown"),
+        ("[one_of]", "[one_off]", "unknown key `one_off`"),
+        ('[rows_if."not shared"]', '[rows_if."not share"]', "`share` is neither a dim nor a field"),
+    ],
+)
+def test_a_table_whose_layers_have_widths_of_their_own_is_checked(old: str, new: str, says: str) -> None:
+    message = _broken(old, new, arch="gemma4")
+    assert says in message
+    assert message.startswith("mappings/arch/gemma4.toml:")
 
 
 def test_a_switch_is_tried_both_ways() -> None:

@@ -86,6 +86,14 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 4, "num_key_value_heads": 1,
         },
     ),
+    "gemma4-dense": ("Gemma4ForCausalLM", {"num_kv_shared_layers": 12, "use_double_wide_mlp": True}),
+    "gemma4-moe": (
+        "Gemma4ForCausalLM",
+        {
+            "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+            "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
+        },
+    ),
     "gemma-7b": ("GemmaForCausalLM", {}),
     "starcoder2-15b": (
         "Starcoder2ForCausalLM",
@@ -122,6 +130,14 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57,
             "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57,
+        },
+    ),
+    "nemotron-3-nano-30b-a3b": (
+        "NemotronHForCausalLM",
+        {
+            "hidden_size": 2688, "num_key_value_heads": 2, "mamba_num_heads": 64, "n_routed_experts": 128,
+            "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
         },
     ),
     "granite-3.0-3b-a800m": (

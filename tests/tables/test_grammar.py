@@ -137,6 +137,9 @@ def test_a_config_of_the_wrong_type_is_told(text: str, fields: dict[str, object]
         ("dense or []", []),
         ("max(layers)", 5),
         ("pattern[1]", 1),
+        ("of_layers[3]['width']", 7),
+        ("of_layers[12]['width']", 9),
+        ("of_layers[2] or 5", 5),
         ("max([2, layers, 3])", 5),
         ("sliding(layers, [1, 1])", ["sliding", "full", "sliding", "full", "sliding"]),
         ("sliding(layers, pattern)", ["sliding", "sliding", "sliding", "full", "sliding"]),
@@ -144,7 +147,9 @@ def test_a_config_of_the_wrong_type_is_told(text: str, fields: dict[str, object]
     ],
 )
 def test_lists_and_functions_of_layers(text: str, value: object) -> None:
-    found = parse_formula(text, PLACE).value({"layers": 5, "pattern": (3, 1), "dense": None})
+    found = parse_formula(text, PLACE).value(
+        {"layers": 5, "pattern": (3, 1), "dense": None, "of_layers": {"03": {"width": 7}, "12": {"width": 9}}}
+    )
     kinds = [f"{kind}_attention" for kind in value] if "sliding" in text and isinstance(value, list) else value
     assert found == kinds
 
@@ -161,6 +166,21 @@ def test_a_pattern_is_two_counts(pattern: object) -> None:
 )
 def test_what_stands_before_an_or_may_be_missing(text: str, needs: set[str]) -> None:
     assert parse_formula(text, PLACE).needs == needs
+
+
+def test_a_word_has_a_letter_for_each_layer() -> None:
+    formula = parse_formula("len(kinds) - 2 and kinds[l] in ['full', '*']", PLACE)
+    assert [formula.value({"kinds": "M*E", "l": layer}) for layer in range(3)] == [False, True, False]
+    with pytest.raises(PlanError, match=r"needs a list with an entry 3, the config has 'M\*E'"):
+        formula.value({"kinds": "M*E", "l": 3})
+
+
+def test_a_formula_stands_for_its_name() -> None:
+    let = {"kinds": parse_formula("listed or word", PLACE)}
+    formula = parse_formula("kinds[l] == 'M'", PLACE, ["listed", "word", "l"], let)
+    assert str(formula) == "kinds[l] == 'M'"
+    assert formula.names == {"listed", "word", "l"}
+    assert formula.value({"listed": None, "word": "*M", "l": 1})
 
 
 def test_shapes_are_formulas_with_commas() -> None:

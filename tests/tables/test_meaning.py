@@ -135,9 +135,12 @@ def test_what_other_models_of_the_same_file_read_is_not_read_by_this_one() -> No
 
 # What code of text models reads beside the entries of tables: other names of them, names of parts, methods.
 NAMED_ELSEWHERE = {
-    "cu_seq_lens_q", "embedding_size", "get", "hidden_size", "intermediate_size", "num_attention_heads", "num_experts",
-    "num_experts_per_tok", "num_hidden_layers", "num_local_experts", "position_ids", "text_config",
-    # of images, in the file of the configs: Gemma 3, Llama 4, MiniMax M3
+    "cu_seq_lens_q", "embedding_size", "get", "get_text_config", "hidden_size", "intermediate_size",
+    "kv_sharing_modes", "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers",
+    "num_local_experts", "position_ids", "return_shared_kv_states", "shared_kv_states", "text_config",
+    # of images and sound, in the file of the configs: Gemma 3 and 4, Llama 4, MiniMax M3
+    "attention_chunk_size", "attention_context_left", "attention_context_right", "attention_invalid_logits_value",
+    "attention_logit_cap", "pooling_kernel_size", "position_embedding_size", "standardize", "use_clipped_linears",
     "image_size", "mm_tokens_per_image", "num_channels", "patch_size", "pixel_shuffle_ratio", "projector_dropout",
     "projector_input_dim", "projector_output_dim", "spatial_merge_size", "vision_config",
 }  # fmt: skip

@@ -215,6 +215,82 @@ def test_what_pre_training_left_is_ignored_with_its_reason() -> None:
     }  # fmt: skip
 
 
+HYBRID: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "mamba_num_heads": 8, "mamba_head_dim": 15,
+    "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 5, "moe_intermediate_size": 28,
+    "moe_shared_expert_intermediate_size": 36, "num_hidden_layers": 5,
+}  # fmt: skip
+KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+
+
+@pytest.mark.parametrize("latent", [None, 24])
+def test_the_kinds_of_layers_are_words_or_letters(latent: int | None) -> None:
+    words = [KINDS[letter] for letter in "ME*-M"]
+    old = ["mamba" if word == "linear_attention" else "attention" if "full" in word else word for word in words]
+    config = HYBRID | {"moe_latent_size": latent}
+    found = [
+        structure(config | kinds, headers(config | kinds))
+        for kinds in ({"hybrid_override_pattern": "ME*-M"}, {"layers_block_type": words}, {"layer_types": old})
+    ]
+    assert found[0] == found[1] == found[2]
+    assert found[0].states and not structure(LLAMA, headers(LLAMA)).states
+    assert found[0].attention == ("backbone.layers.2.mixer",)
+
+
+def test_draft_layers_of_any_kind_are_ignored_with_their_reason() -> None:
+    config = HYBRID | {"hybrid_override_pattern": "M-M*E", "moe_latent_size": 24, "mlp_bias": True}
+    specs = headers(config)
+    drafts = [
+        f"mtp.{name.removeprefix('backbone.')}"
+        for name in specs
+        if name.startswith(("backbone.layers.3", "backbone.layers.4"))
+    ]
+    drafts += [f"mtp.layers.3.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "final_layernorm")]
+    for name in drafts:
+        add(specs, name, *specs.get(name.replace("mtp.", "backbone."), specs["backbone.norm_f.weight"]).shape)
+    found = structure(config, specs)
+    assert found.ignored.keys() == set(drafts)
+    assert set(found.ignored.values()) == {"of a layer that drafts tokens ahead; the model of transformers has none"}
+
+
+WIDTHS: dict[str, Any] = {
+    "architectures": ["Gemma4ForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,
+    "num_hidden_layers": 7, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10,
+    "attention_k_eq_v": True, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "vocab_size_per_layer_input": 91,
+    "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+
+
+def test_layers_have_widths_of_their_own_by_the_hubs_fields_and_by_those_that_are_saved() -> None:
+    hub = WIDTHS | {"global_head_dim": 14, "num_global_key_value_heads": 3}
+    saved = WIDTHS | {"per_layer_config": {f"0{layer}": {"head_dim": 14, "num_key_value_heads": 3} for layer in (5, 6)}}
+    specs = headers(hub)
+    assert specs == headers(saved | {"global_head_dim": 512})
+    assert [specs[LAYER.format(layer, "k")].shape for layer in (4,)] == [(20, 48)]
+    assert [specs[LAYER.format(layer, "q")].shape for layer in (4, 5, 6)] == [(60, 48), (84, 48), (84, 48)]
+    assert [specs[f"model.layers.{layer}.mlp.down_proj.weight"].shape for layer in (4, 5)] == [(48, 80), (48, 160)]
+    assert LAYER.format(5, "k") not in specs and LAYER.format(4, "v") in specs
+    assert structure(hub, specs) == structure(saved, specs)
+    wrong = specs | {LAYER.format(6, "q"): TensorSpec(LAYER.format(6, "q"), (60, 48), "bfloat16")}
+    message = _refused(hub, wrong)
+    assert "model.layers.6.self_attn.q_proj.weight has (60, 48), the config gives (84, 48)" in message
+    assert "with head_dim = 14, heads = 6" in message
+
+
+def test_keys_that_a_layer_does_not_use_are_ignored_with_their_reason() -> None:
+    specs = headers(WIDTHS)
+    unused = [LAYER.format(5, "k"), LAYER.format(6, "v"), "model.layers.6.self_attn.k_norm.weight"]
+    for name in unused:
+        add(specs, name, 20, 48)
+    assert structure(WIDTHS, specs).ignored.keys() == set(unused)
+    add(specs, "model.layers.7.self_attn.k_norm.weight", 10)
+    assert "unknown  model.layers.4.self_attn.sinks" in _refused(
+        WIDTHS,
+        specs | {"model.layers.4.self_attn.sinks": TensorSpec("model.layers.4.self_attn.sinks", (6,), "bfloat16")},
+    )
+
+
 def test_an_old_config_gets_the_defaults_of_transformers() -> None:
     config = {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 1}
     assert headers(config)[LAYER.format(0, "k")].shape == (1024, 4096)  # 8 key heads, not 32

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from bridge.core.values import TensorSpec
 from tests.tables.compressed_attention import states_of_streams
+from tests.tables.per_layer_embeddings import states_of_layers
 from tests.tables.reference_forward import (
     Formulas,
     Roles,
@@ -109,6 +110,22 @@ _GPT_OSS = _LLAMA | {
     "sliding_window": 23, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "pad_token_id": 0,
 }  # fmt: skip
+_NEMOTRON_H = {key: value for key, value in _LLAMA.items() if key not in ("num_hidden_layers", "rms_norm_eps")} | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 8, "n_groups": 4,
+    "mamba_head_dim": 11, "ssm_state_size": 7, "conv_kernel": 3, "n_routed_experts": 5, "moe_intermediate_size": 28,
+    "moe_shared_expert_intermediate_size": 36, "moe_latent_size": 24, "routed_scaling_factor": 1.5,
+    "time_step_min": 0.4,
+}  # fmt: skip
+_GEMMA4 = _LLAMA | {
+    "num_hidden_layers": 5, "sliding_window": 23, "global_head_dim": 16, "num_global_key_value_heads": 3,
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
+    "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "vocab_size_per_layer_input": 101,
+    "hidden_size_per_layer_input": 8, "final_logit_softcapping": 4.0,
+}  # fmt: skip
+_GEMMA4_MOE = _GEMMA4 | {
+    "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 28,
+    "attention_k_eq_v": True,
+}  # fmt: skip
 _GPT2 = {"vocab_size": 97, "n_embd": 60, "n_inner": 80, "n_layer": 3, "n_head": 6, "n_positions": 72}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -128,6 +145,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3ForCausalLM",
         _LLAMA | _GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "gemma4": ("Gemma4ForCausalLM", _GEMMA4),
+    "gemma4-moe": (  # the class of transformers 5.23 does not run with shared keys and without inputs of layers
+        "Gemma4ForCausalLM",
+        _GEMMA4_MOE | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    ),
+    "gemma4-biases": ("Gemma4ForCausalLM", _GEMMA4_MOE | {"attention_bias": True}),
     "phi3": ("Phi3ForCausalLM", _SQUARE | {"pad_token_id": 0}),
     "gpt2": ("GPT2LMHeadModel", _GPT2),
     "starcoder2": ("Starcoder2ForCausalLM", _SQUARE | {"sliding_window": 23, "norm_epsilon": 1e-5}),
@@ -137,6 +160,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronForCausalLM",
         _LLAMA | {"rope_parameters": _PARTIAL, "attention_bias": True, "mlp_bias": True},
     ),
+    "nemotron_h": ("NemotronHForCausalLM", _NEMOTRON_H),
+    "nemotron_h-biases": (
+        "NemotronHForCausalLM",
+        _NEMOTRON_H | {"moe_latent_size": None, "use_bias": True, "mlp_bias": True, "use_conv_bias": False},
+    ),
+    "nemotron_h-latent": ("NemotronHForCausalLM", _NEMOTRON_H | {"mlp_bias": True}),
     "mixtral": ("MixtralForCausalLM", _LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3-moe": (
         "Qwen3MoeForCausalLM",
@@ -254,8 +283,12 @@ def reference(case: str, made: Tiny, roles: Roles) -> torch.Tensor:
     """Compute the same outputs from roles alone."""
     f = formulas(case, made.config)
     architecture = CASES[case][0]
-    streams = ("final.mix.weight", None, None) in roles
-    x = states_of_streams(roles, f, made.ids) if streams else hidden_states(roles, f, made.ids, made.types)
+    if ("final.mix.weight", None, None) in roles:
+        x = states_of_streams(roles, f, made.ids)
+    elif ("layer.scale", 0, None) in roles:
+        x = states_of_layers(roles, f, made.ids)
+    else:
+        x = hidden_states(roles, f, made.ids, made.types)
     outputs: dict[str, Callable[[], list[torch.Tensor]]] = {
         "ForCausalLM": lambda: [vocabulary_logits(roles, f, x)],
         "LMHeadModel": lambda: [vocabulary_logits(roles, f, x)],
@@ -279,6 +312,8 @@ def formulas(case: str, config: dict[str, Any]) -> Formulas:
         heads = config.get("num_attention_heads") or config["n_head"]
         eps, activation = (1e-12, "gelu") if family == "bert" else (1e-5, "gelu_tanh")
         return Formulas(3, heads, heads, (0.0,) * 3, (0,) * 3, eps, activation, causal=family == "gpt2")
+    if family in ("nemotron_h", "gemma4"):
+        return _nemotron_h(config) if family == "nemotron_h" else _gemma4(config)
     theta = (float(config["rope_parameters"].get("rope_theta", 0)),) * 3
     window = (config.get("sliding_window") or 0,) * 3
     more: dict[str, Any] = {}
@@ -343,6 +378,24 @@ def _granite(config: dict[str, Any]) -> dict[str, Any]:
     scales = {"scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
     scales |= {"residual_scale": "residual_multiplier", "top_k": "num_experts_per_tok"}
     return {key: config[field] for key, field in scales.items()} | {"logit_scale": 1 / config["logits_scaling"]}
+
+
+def _gemma4(config: dict[str, Any]) -> Formulas:
+    kinds, rope = config["layer_types"], config["rope_parameters"]
+    theta = tuple(float(rope[kind]["rope_theta"]) for kind in kinds)
+    window = tuple(config["sliding_window"] if kind == "sliding_attention" else 0 for kind in kinds)
+    more: dict[str, Any] = {"activation": "gelu_tanh", "embedding_scale": config["hidden_size"] ** 0.5}
+    more |= {"final_cap": config["final_logit_softcapping"], "top_k": config["top_k_experts"] or 0}
+    return Formulas(len(kinds), config["num_attention_heads"], 0, theta, window, config["rms_norm_eps"], **more)
+
+
+def _nemotron_h(config: dict[str, Any]) -> Formulas:
+    heads, kv_heads, layers = config["num_attention_heads"], config["num_key_value_heads"], config["layers_block_type"]
+    more: dict[str, Any] = {"top_k": config["num_experts_per_tok"], "share": "sigmoid", "activation": "relu2"}
+    more |= {"share_scale": config["routed_scaling_factor"], "key_heads": config["n_groups"]}
+    nothing = len(layers) * (0,)
+    eps = config["layer_norm_epsilon"]
+    return Formulas(len(layers), heads, kv_heads, nothing, nothing, eps, least_step=config["time_step_min"], **more)
 
 
 def _deepseek_v4(config: dict[str, Any]) -> tuple[tuple[float, ...], Any]:

@@ -107,10 +107,13 @@ class Cut:
 
 
 def whole_of(source: Source) -> Cut:
-    """The model with nothing cut, for `Cut.to` and zeros; PlanError if it is quantized or fits no table."""
+    """The model with nothing cut, for `Cut.to` and zeros; PlanError if it is quantized, or no table fits."""
     if source.quantized:
         raise refused(source, ['it is quantized; convert it with quant="none" first, and prune that'])
     matched = match_table(source.config, source.specs)
+    if own := ", ".join(matched.table.dims_of_layer):
+        why = f"its layers differ in {own} ({matched.table.file.name}), and a cut has one size for all layers"
+        raise refused(source, [f"{why}; take a smaller model of the family, or distill into one"])
     before = {dim: count for dim in matched.table.dims if isinstance(count := matched.names[dim], int)}
     return Cut(source, matched, before, before, ())
 

@@ -15,13 +15,13 @@ from bridge.core.mappings import Place, TableFile, added_files, own_files, read_
 from bridge.core.parsing.file_cache import cached_by_file
 from bridge.core.text import nearest
 from bridge.tables.architectures.meaning import shared
-from bridge.tables.architectures.roles import InputRow, Roles, load_roles, merge_inputs, parse_inputs
+from bridge.tables.architectures.roles import InputRow, Roles, load_roles, merge_inputs, parse_inputs, sets_of
 from bridge.tables.expressions.grammar import Call, Expr, Formula, parse_formula, parse_row, roles_in
 
 _KEYS = [
-    "architectures", "prefix", "prefixes", "bare", "order", "scaled", "config", "computes", "reads", "dims", "legacy",
-    "inputs", "layouts", "foreign", "prune", "rows", "rows_if", "rows_for", "split", "stacked", "tied_if", "ignore",
-    "ignore_if", "ignore_for",
+    "architectures", "prefix", "prefixes", "bare", "order", "scaled", "config", "computes", "reads", "dims",
+    "dims_of_layer", "legacy", "inputs", "one_of", "together", "layouts", "foreign", "prune", "let", "rows", "rows_if",
+    "rows_for", "split", "stacked", "tied_if", "ignore", "ignore_if", "ignore_for",
 ]  # fmt: skip
 Layouts = dict[str, tuple[str, Place]]  # architecture -> the name of its layout in a dialect, and where it is given
 INDEX = re.compile(r"\{(\w+)\}")
@@ -67,8 +67,9 @@ class ArchTable:
     `prefixes`: what a checkpoint's names may begin with instead of `prefix`. `order`: modules of one parent in the
     model's order, if the rows have another. `scaled`: embeddings whose module also scales its output. `split`: rows of
     each expert, of checkpoints that have no stacks of them; `stacked`: rows of stacks, of checkpoints that have them
-    instead of a tensor of each expert. `computes`: fields of the config that change what the model
-    computes and no tensor, with their defaults.
+    instead of a tensor of each expert. `computes`: fields of the config that change what the model computes and no
+    tensor, with their defaults. `one_of`: sets of roles of which each layer has exactly one, `together`: all or none.
+    `dims_of_layer`: dims that layers have of their own.
     """
 
     file: TableFile
@@ -89,6 +90,9 @@ class ArchTable:
     split: tuple[Row, ...] = ()
     stacked: tuple[Row, ...] = ()
     computes: Mapping[str, object] = field(default_factory=dict)
+    one_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    together: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    dims_of_layer: Mapping[str, Formula] = field(default_factory=dict)
 
     def with_other_experts(self) -> ArchTable:
         """Return the table of a checkpoint that has a tensor of each expert instead of stacks, or the reverse."""
@@ -105,7 +109,13 @@ class ArchTable:
     @property
     def sized(self) -> frozenset[str]:
         """The fields that extents are computed from."""
-        return frozenset(name for formula in self.dims.values() for name in formula.names)
+        formulas = (*self.dims.values(), *self.dims_of_layer.values())
+        return frozenset(name for formula in formulas for name in formula.names - {"l"})
+
+    def names_of(self, names: Mapping[str, object], layer: int) -> dict[str, object]:
+        """Return fields and dims with those of one layer."""
+        here = {**names, "l": layer}
+        return {**names, **{dim: formula.count(here) for dim, formula in self.dims_of_layer.items()}}
 
     def names(self, config: Mapping[str, object]) -> dict[str, object]:
         """Return config fields (with defaults) and the dims computed from them."""
@@ -202,13 +212,20 @@ def parse_arch(file: TableFile, roles: Roles) -> ArchTable:
     rows = _rows(file, roles, [*config, *dims], architectures)
     ties = _ties(file, [*config, *dims], {row.name for row in rows})
     ignored = _ignored(file, roles, [*config, *dims], architectures)
-    formulas = [*dims.values(), *(row.when for row in (*rows, *ignored)), *(tie.when for tie in ties)]
+    layer_dims = _dims(file, roles, config, "dims_of_layer")
+    formulas = [
+        *dims.values(),
+        *layer_dims.values(),
+        *(row.when for row in (*rows, *ignored)),
+        *(tie.when for tie in ties),
+    ]
     return ArchTable(
         file, roles, architectures, file.data.get("prefix", ""), file.words("prefixes"), bare, config, dims,
         rows, ties, ignored, dict(file.data.get("legacy", {})),
         merge_inputs(parse_inputs(file, roles.roles), roles.inputs), tuple(file.data.get("order", ())),
         _scaled(file, roles), _split(file, roles, rows),
         _stacked(file, roles, rows, [*config, *dims]), _computes(file, config, formulas),
+        _sets(file, "one_of", roles, roles.one_of), _sets(file, "together", roles, roles.together), layer_dims,
     )  # fmt: skip
 
 
@@ -221,13 +238,29 @@ def _computes(file: TableFile, config: Mapping[str, object], formulas: Iterable[
     }
 
 
-def _dims(file: TableFile, roles: Roles, config: Mapping[str, object]) -> dict[str, Formula]:
+def let_of(file: TableFile) -> dict[str, Formula]:
+    """The formulas that others use by their names: [let]."""
+    names = [*file.data.get("config", {}), "l"]
+    return {name: parse_formula(text, file.place("let", name), names) for name, text in file.texts("let").items()}
+
+
+def _sets(
+    file: TableFile, section: str, roles: Roles, common: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """A table's own sets, and the common ones that share no role with them."""
+    own = sets_of(file, section, "role", roles.roles)
+    covered = {role for members in own.values() for role in members}
+    return own | {name: members for name, members in common.items() if not covered & set(members)}
+
+
+def _dims(file: TableFile, roles: Roles, config: Mapping[str, object], section: str = "dims") -> dict[str, Formula]:
     dims = {}
-    for dim, text in file.data.get("dims", {}).items():
-        place = file.place("dims", dim)
+    known = [*config, "l"] if section == "dims_of_layer" else list(config)
+    for dim, text in file.data.get(section, {}).items():
+        place = file.place(section, dim)
         if dim not in roles.dims:
             raise place.error(f"dim `{dim}` is unknown", hint=nearest(dim, roles.dims))
-        dims[dim] = parse_formula(str(text), place, list(config))
+        dims[dim] = parse_formula(str(text), place, known, let_of(file))
     return dims
 
 
@@ -316,14 +349,14 @@ def _groups(
     yield kind, None, (), file.data.get(kind, {})
     for text, group in file.data.get(f"{kind}_if", {}).items():
         section = f'{kind}_if."{text}"'
-        yield section, parse_formula(text, file.header(section), [*names, "l"]), (), group
+        yield section, parse_formula(text, file.header(section), [*names, "l"], let_of(file)), (), group
     for text, group in file.data.get(f"{kind}_for", {}).items():
         section = f'{kind}_for."{text}"'
         listed, _, condition = text.partition(" if ")
         only = tuple(part.strip() for part in listed.split(","))
         place = file.header(section)
         _known(place, only, architectures)
-        formula = parse_formula(condition, place, [*names, "l"]) if condition else None
+        formula = parse_formula(condition, place, [*names, "l"], let_of(file)) if condition else None
         yield section, formula, only, group
 
 

@@ -28,7 +28,10 @@ MAX_EXTENT = 1_000_000  # layers or experts that a config may have
 
 @dataclass(frozen=True)
 class Entry:
-    """A row under one config. `layers` is None for every layer, empty if the row's condition does not hold."""
+    """A row under one config. `layers` is None for every layer, empty if the row's condition does not hold.
+
+    `names`: fields and dims, of these layers. A row whose layers have dims of their own has several entries.
+    """
 
     name: str
     row: Row
@@ -36,6 +39,7 @@ class Entry:
     roles: tuple[str, ...]
     extents: tuple[int, ...]
     layers: frozenset[int] | None
+    names: Mapping[str, object] = field(default_factory=dict, repr=False)
 
     @property
     def expected(self) -> int:
@@ -147,14 +151,48 @@ def entries_of(
     prefix: what the checkpoint's names begin with, if it is not the table's prefix; "" if they lack it.
     """
     prefix = table.prefix if prefix is None else prefix
-    shapes = {name: role_shape(table, name, names) for row in table.rows if row.expr for name in roles_in(row.expr)}
-    symbols = {role: ", ".join(map(str, table.roles.roles[role].shape)) for role in shapes}
+    shapes = _Shapes(table)
     for row in (*table.rows, *table.ignored):
-        layers = _layers(row, architecture, names)
-        shape = row_shape(row.expr, shapes, names, row.place, symbols) if row.expr else ()
-        extents = tuple(_extent(table, row, index, names) for index in row.index) if row.expr else ()
         roles = roles_in(row.expr) if row.expr else ()
-        yield Entry(table.named(row.name, prefix), row, shape, roles, extents, layers)
+        extents = tuple(_extent(table, row, index, names) for index in row.index) if row.expr else ()
+        for layers, here in _alike(table, row, names, _layers(row, architecture, names)):
+            shape = shapes.of(row, here) if row.expr else ()
+            yield Entry(table.named(row.name, prefix), row, shape, roles, extents, layers, here)
+
+
+class _Shapes:
+    """Shapes of rows, those of each role computed once."""
+
+    def __init__(self, table: ArchTable) -> None:
+        self._table = table
+        self._roles: dict[int, tuple[Mapping[str, object], dict[str, Shape]]] = {}  # by their names, which are held
+
+    def of(self, row: Row, names: Mapping[str, object]) -> Shape:
+        assert row.expr
+        _, shapes = self._roles.setdefault(id(names), (names, {}))
+        for role in roles_in(row.expr):
+            if role not in shapes:
+                shapes[role] = role_shape(self._table, role, names)
+        symbols = {role: ", ".join(map(str, self._table.roles.roles[role].shape)) for role in roles_in(row.expr)}
+        return row_shape(row.expr, shapes, names, row.place, symbols)
+
+
+def _alike(
+    table: ArchTable, row: Row, names: Mapping[str, object], layers: frozenset[int] | None
+) -> Iterator[tuple[frozenset[int] | None, Mapping[str, object]]]:
+    """The layers of a row, those with equal dims together, and the names of each."""
+    count = names.get("layers", 0)
+    if not table.dims_of_layer or "l" not in row.index or row.expr is None or not isinstance(count, int):
+        yield layers, names
+        return
+    groups: dict[tuple[object, ...], tuple[set[int], Mapping[str, object]]] = {}
+    for layer in sorted(layers) if layers is not None else range(count):
+        here = table.names_of(names, layer)
+        groups.setdefault(tuple(here[dim] for dim in table.dims_of_layer), (set(), here))[0].add(layer)
+    for together, alike in groups.values():
+        yield frozenset(together), alike
+    if not groups:
+        yield frozenset(), names
 
 
 def role_shape(table: ArchTable, role: str, names: Mapping[str, object]) -> Shape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from bridge.core.text import fold_layers, grouped
 from bridge.core.values import TensorSpec
@@ -46,15 +46,15 @@ def _misshapen(matched: Matched, entry: Entry, specs: list[TensorSpec]) -> str:
     lines = [
         f"  shape    {folded(s.name for s in specs)} has {specs[0].shape}, the config gives {entry.shape}",
         f"           {entry.row.place.file}:{entry.row.place.line}: {entry.row.place.row}",
-        f"           {' + '.join(_symbols(matched, role) for role in entry.roles)}",
+        f"           {' + '.join(_symbols(matched, role, entry.names) for role in entry.roles)}",
     ]
     return "\n".join(lines)
 
 
-def _symbols(matched: Matched, role: str) -> str:
+def _symbols(matched: Matched, role: str, names: Mapping[str, object]) -> str:
     formulas = matched.table.roles.roles[role].shape
     dims = sorted({name for formula in formulas for name in formula.names})
-    values = ", ".join(f"{dim} = {matched.names[dim]}" for dim in dims)
+    values = ", ".join(f"{dim} = {names[dim]}" for dim in dims)
     return f"{role} ({', '.join(map(str, formulas))}) with {values}"
 
 

@@ -3,9 +3,9 @@
     [prune.layers]  field of config.json = how it speaks of layers
     [prune.wants]   "formula over fields and dims of the pruned model" = "why it must hold"
 
-A field of layers is a list with an entry for "each" (or one value for all), a list of "which" they are, the count of
-the "first" ones of a kind, or the number of the "last" one of a kind (-1: the model's last). `each or formula` gives
-the list of a config that has none. In a formula, `dropped` is whether layers are, `fewer` the dims that are cut.
+A field of layers is a list or word with an entry for "each" (or one value for all), a list of "which" they are, the
+count of the "first" ones of a kind, or the number of the "last" one of a kind (-1: the model's last). `each or formula`
+gives the list of a config that has none. In a formula, `dropped` is whether layers are, `fewer` the dims that are cut.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bridge.core.mappings import TableFile
-from bridge.tables.architectures.arch import ArchTable
+from bridge.tables.architectures.arch import ArchTable, let_of
 from bridge.tables.expressions.grammar import Formula, parse_formula
 
 _KINDS = ("each", "which", "first", "last")
@@ -31,7 +31,8 @@ class LayerField:
     def of(self, value: Any, layers: Sequence[int]) -> Any:
         """The field's value when only `layers` are left."""
         if self.kind == "each":
-            return [value[layer] for layer in layers] if isinstance(value, list) else value
+            left = [value[layer] for layer in layers] if isinstance(value, list | str) else value
+            return "".join(left) if isinstance(value, str) else left
         if self.kind == "which":
             return [at for at, layer in enumerate(layers) if layer in value]
         if self.kind == "first":
@@ -62,7 +63,7 @@ def parse_pruning(table: ArchTable) -> Pruning:
             raise file.place("prune", key).error(f"unknown key `{key}`", hint="[prune.layers], [prune.wants]")
     fields = {name: _field(file, name, text, names) for name, text in file.texts("prune.layers").items()}
     wants = {
-        parse_formula(text, file.place("prune.wants", text), [*names, "dropped", "fewer"]): why
+        parse_formula(text, file.place("prune.wants", text), [*names, "dropped", "fewer"], let_of(file)): why
         for text, why in file.texts("prune.wants").items()
     }
     return Pruning(fields, wants)

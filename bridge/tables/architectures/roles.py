@@ -142,15 +142,15 @@ def parse_roles(file: TableFile) -> Roles:
         if dim not in dims:
             raise file.place("index", index).error(f"index `{index}` counts unknown `{dim}`", hint=nearest(dim, dims))
     return Roles(
-        roles, dims, file.data["index"], _sets(file, "per", "index", file.data["index"]),
-        _sets(file, "prune", "index", file.data["index"]), _sets(file, "one_of", "role", roles),
-        _sets(file, "together", "role", roles), parse_inputs(file, roles), file,
+        roles, dims, file.data["index"], sets_of(file, "per", "index", file.data["index"]),
+        sets_of(file, "prune", "index", file.data["index"]), sets_of(file, "one_of", "role", roles),
+        sets_of(file, "together", "role", roles), parse_inputs(file, roles), file,
     )  # fmt: skip
 
 
-def _sets(file: TableFile, section: str, word: str, known: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+def sets_of(file: TableFile, section: str, word: str, known: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
     """Return the sets of a section; each member, a `word` in messages, must be known."""
-    sets = {name: tuple(members) for name, members in file.data[section].items()}
+    sets = {name: tuple(members) for name, members in file.section(section).items()}
     for name, members in sets.items():
         for member in members:
             if member not in known:

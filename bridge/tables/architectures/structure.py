@@ -24,8 +24,7 @@ _KEEP = {
     "head": "output head", "router": "router", "recurrent": "recurrent",
     "grouped": "a matrix for each group of heads, for which ModelOpt has no quantizer",
 }  # fmt: skip
-_CACHED = {"attn.k.weight", "mla.k_b.weight", "mqa.kv.weight"}  # one of each attention module that has keys
-_STATE = "gdn."  # a delta net keeps a state of fixed size
+_CACHED = {"attn.q.weight", "mla.k_b.weight", "mqa.kv.weight"}  # one of each attention module that has keys
 _MATRIX = 2  # axes
 
 
@@ -58,7 +57,7 @@ def of_match(matched: Matched) -> Structure:
         feeds=tuple(feeds_of(matched)),
         cuts=cuts_of(matched),
         joined={name: how for name, (entry, _, _) in placed if (how := _joined(entry.row.expr))},
-        states=any(role.startswith(_STATE) for _, (entry, _, _) in placed for role in entry.roles),
+        states=any(site.keep == _KEEP["recurrent"] for site in sites),
     )
 
 
@@ -189,6 +188,8 @@ SHARED = {
     "ffn": "inner values of the MLP",
     "moe_ffn": "inner values of an expert",
     "shared_ffn": "inner values of the shared experts",
+    "ssm_heads": "heads of the state space",
+    "ssm_groups": "groups of its heads",
 }
 
 
@@ -200,11 +201,11 @@ def cuts_of(matched: Matched) -> dict[str, Cut]:
             role = matched.table.roles.roles[name]
             if role.kind != "linear" or name in cuts:
                 continue
-            extents = role_shape(matched.table, name, matched.names)
+            extents = role_shape(matched.table, name, entry.names)
             for axis, formula, extent in zip(("out", "in"), role.shape, extents, strict=True):
                 for dim in sorted(formula.names & SHARED.keys()):
-                    count = int(str(matched.names[dim]))
-                    cuts[name] = Cut(axis, SHARED[dim], count, extent // count, dim == "kv_heads")
+                    count = int(str(entry.names[dim]))
+                    cuts[name] = Cut(axis, SHARED[dim], count, extent // count, dim in ("kv_heads", "ssm_groups"))
     return cuts
 
 
@@ -228,7 +229,7 @@ def feeds_of(matched: Matched) -> Iterator[Feed]:
             rows = _rows(matched, entry, wrote)
             if rows is None or not isinstance(other.row.expr, Ref):
                 continue
-            width = int(str(matched.names["head_dim"])) if wrote == "attn.v.weight" else 1
+            width = int(str(entry.names["head_dim"])) if wrote == "attn.v.weight" else 1
             repeat, rest = divmod(other.shape[1], rows[1] - rows[0])
             if not rest:
                 modules = writer.rpartition(".")[0], reader.rpartition(".")[0]
@@ -246,7 +247,7 @@ def _rows(matched: Matched, entry: Entry, role: str) -> tuple[int, int] | None:
     for part in expr.args:
         if not isinstance(part, Ref):
             return None
-        end = begin + role_shape(matched.table, part.name, matched.names)[0]
+        end = begin + role_shape(matched.table, part.name, entry.names)[0]
         if part.name == role:
             return begin, end
         begin = end

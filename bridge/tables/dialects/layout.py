@@ -30,9 +30,9 @@ def locate(matched: Matched) -> dict[Where, Blocks]:
         assert entry.row.expr  # ignored tensors are not in `placed`
         owner = entry.name if layer is None else name
         module = owner.rpartition(".")[0] if len(entry.shape) > 1 else ""
-        shapes = role_shapes(matched.table.roles.roles, entry.roles, matched.names)
+        shapes = role_shapes(matched.table.roles.roles, entry.roles, entry.names)
         block = whole(name, entry.shape, shapes, module)
-        roles |= undo(entry.row.expr, (block,), shapes, matched.names, (layer, expert), entry.row.place)
+        roles |= undo(entry.row.expr, (block,), shapes, entry.names, (layer, expert), entry.row.place)
     return roles
 
 

@@ -1,10 +1,10 @@
 """Parse the expressions of rows and dims: Python syntax, never evaluated.
 
 row   = role | op(row, ..., count=formula)        interleave(attn.q.weight, attn.k.weight, groups=kv_heads)
-formula = names, numbers, lists, list[number], object['key'], + - * // %, comparisons, `in`, and / or / not,
-          functions      a or b
-function = len(list) | max(number or list) | range(count) | sliding(layers, [local, full])      the kinds of layers,
-           local ones first
+formula = names, numbers, lists, list[number], word[number], object['key'] or [number], + - * // %, comparisons, `in`,
+          and / or / not, functions      a or b
+function = len(list or word) | max(number or list) | range(count)
+           | sliding(layers, [local, full])      the kinds of layers, local ones first
 """
 
 from __future__ import annotations
@@ -120,9 +120,23 @@ def parse_row(
     return _row(_parse(text, place), place, roles, dims, ops)
 
 
-def parse_formula(text: str, place: Place, names: Collection[str] | None = None) -> Formula:
-    """Parse a dim or condition that may use `names` (None: any)."""
-    return _formula(_parse(text, place), place, names)
+def parse_formula(
+    text: str, place: Place, names: Collection[str] | None = None, let: Mapping[str, Formula] | None = None
+) -> Formula:
+    """Parse a dim or condition that may use `names` (None: any), and formulas by the names of `let`."""
+    tree = _parse(text, place)
+    formula = _formula(_Named(let or {}).visit(tree), place, names)
+    return Formula(text, formula.tree) if let else formula
+
+
+class _Named(ast.NodeTransformer):
+    """Put formulas for their names."""
+
+    def __init__(self, let: Mapping[str, Formula]) -> None:
+        self._let = let
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._let[node.id].tree if node.id in self._let else node
 
 
 def parse_shape(text: str, place: Place, names: Collection[str]) -> tuple[Formula, ...]:
@@ -260,7 +274,7 @@ def _value(node: ast.expr, names: Mapping[str, object], text: str) -> object:
             return _compare(op, left, right, names, text)
         case ast.Subscript(value=listed, slice=ast.Constant(value=str() as key)):
             return _member(_value(listed, names, text), key, text)
-        case ast.Subscript(value=listed, slice=at):
+        case ast.Subscript(value=listed, slice=at):  # of an object: its entry of that number, null if it has none
             return _entry(_value(listed, names, text), _integer(at, names, text), text)
         case ast.List(elts=elements):
             return [_value(element, names, text) for element in elements]
@@ -272,15 +286,17 @@ def _value(node: ast.expr, names: Mapping[str, object], text: str) -> object:
             return _largest(_value(argument, names, text), text)
         case ast.Call(args=[argument]):
             items = _value(argument, names, text)
-            if isinstance(items, Mapping | list | tuple):
+            if isinstance(items, Mapping | list | tuple | str):
                 return len(items)
             raise PlanError(f"`{text}` needs a list, the config has {ast.unparse(argument)} = {items!r}")
     raise AssertionError(f"not on the white list: {ast.dump(node)}")
 
 
 def _entry(items: object, at: int, text: str) -> object:
-    """The entry of a list, as of kinds by layer."""
-    if isinstance(items, list | tuple) and 0 <= at < len(items):
+    """The entry of a list, as of kinds by layer, or a letter of a word."""
+    if isinstance(items, Mapping):
+        return next((value for key, value in items.items() if str(key).isdecimal() and int(key) == at), None)  # "05"
+    if isinstance(items, list | tuple | str) and 0 <= at < len(items):
         return items[at]
     raise PlanError(f"`{text}` needs a list with an entry {at}, the config has {items!r}")
 

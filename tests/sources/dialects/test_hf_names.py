@@ -136,6 +136,16 @@ def test_experts_that_have_other_names_in_memory_are_read(kind: str, tmp_path: P
     equal(raw(decoder_families.build(f"{kind}ForCausalLM"), tmp_path), tmp_path / "saved")
 
 
+@pytest.mark.parametrize("latent", [None, 24])
+@pytest.mark.parametrize("biased", [False, True])
+def test_layers_of_one_mixer_each_are_read(latent: int | None, biased: bool, tmp_path: Path) -> None:
+    kinds = {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "moe_latent_size": latent}
+    experts = {"n_routed_experts": 5, "moe_intermediate_size": 44, "moe_shared_expert_intermediate_size": 36}
+    biases = dict.fromkeys(("use_bias", "mlp_bias"), biased) | {"use_conv_bias": not biased}
+    model = decoder_families.build("NemotronHForCausalLM", **kinds, **experts, **biases)
+    equal(raw(model, tmp_path), tmp_path / "saved")
+
+
 @pytest.mark.slow
 def test_tied_head_that_the_file_holds_as_well_is_tied(tmp_path: Path) -> None:
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**_config("mixtral"), tie_word_embeddings=True))

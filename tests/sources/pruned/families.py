@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {"n_layer": 4},
     "Gemma2ForCausalLM": _FOUR,
     "Gemma3ForCausalLM": _FOUR,
+    "Gemma4ForCausalLM": _FOUR | {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "GemmaForCausalLM": _FOUR,
     "Glm4MoeForCausalLM": _FOUR | _GLM4_MOE,
     "GlmMoeDsaForCausalLM": _FOUR | {"n_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 2},
@@ -58,6 +59,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": _FOUR,
     "MixtralForCausalLM": _FOUR,
     "NemotronForCausalLM": _FOUR,
+    "NemotronHForCausalLM": {
+        "layers_block_type": ["moe", "full_attention", "linear_attention", "mlp"],
+        "n_routed_experts": 6,
+        "n_group": 2,
+        "moe_intermediate_size": 44,
+        "moe_shared_expert_intermediate_size": 36,
+    },
     "Phi3ForCausalLM": _FOUR,
     "Qwen2ForCausalLM": _FOUR,
     "Qwen3ForCausalLM": _FOUR,
@@ -67,7 +75,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Starcoder2ForCausalLM": _FOUR,
 }
 _ATTENTION = re.compile(r"(o_proj|attn\.c_proj|attention\.output\.dense)$")
-_DELTA_NET = re.compile(r"linear_attn\.out_proj$")  # whose heads are not cut
+_DELTA_NET = re.compile(r"(linear_attn|mixer)\.out_proj$")  # whose heads are not cut
 _SHARED = re.compile(r"shared_(experts?|mlp)\.(down_proj|output_linear)$")
 _MLP = re.compile(
     r"((?<!shared_experts)(?<!shared_expert)(?<!shared_mlp)\.down_proj|mlp\.c_proj|\.\d+\.output\.dense)$"

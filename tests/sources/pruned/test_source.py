@@ -56,6 +56,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "GPT2LMHeadModel": WIDTH_OVER_HEADS,
     "Gemma2ForCausalLM": SCALED,
     "Gemma3ForCausalLM": SCALED,
+    "Gemma4ForCausalLM": dict.fromkeys(CUTS, "its layers differ in ffn, kv_heads, head_dim"),
     "GemmaForCausalLM": SCALED,
     "Glm4MoeForCausalLM": SHARED,
     "GlmMoeDsaForCausalLM": SHARED,

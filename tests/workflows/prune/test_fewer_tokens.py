@@ -67,7 +67,8 @@ def test_what_is_written_answers_as_the_whole_model_for_the_tokens_that_are_left
     assert same > 100
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Gemma 4 is not pruned: its layers have embeddings of tokens of their own, and widths.
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "Gemma4ForCausalLM"])
 def test_every_family_loses_rows_alone(family: str) -> None:
     model = build(family, torch.float32, **FAMILIES[family])
     source = open_source(model, tokenizer=words(model.config.vocab_size))
