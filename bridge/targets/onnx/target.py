@@ -106,10 +106,15 @@ class OnnxTarget(StreamedTarget):
         raise NotImplementedError
 
     def plain_step(self, spec: TensorSpec, site: Site | None, kept: str, options: Any) -> Step:
-        dtype = options.dtype if options.dtype and DTYPES[spec.dtype].floating else spec.dtype
+        dtype = self.stored_dtype(spec, options) if options.dtype and DTYPES[spec.dtype].floating else spec.dtype
         text = spec.name if dtype == spec.dtype else f"cast({spec.name}, {dtype})"
         output = Output(TensorSpec(spec.name, spec.shape, dtype), "weight", text)
         return Step((Slice(spec.name),), (output,), site, kept=kept)
+
+    def stored_dtype(self, spec: TensorSpec, options: Any) -> str:
+        """Of a tensor that is not quantized; the graph casts it if it computes in another."""
+        dtype: str = options.dtype
+        return dtype
 
     def quantized_step(self, spec: TensorSpec, site: Site, format_: Format, options: Any) -> Step:
         transpose = site.layout == "out_in"
