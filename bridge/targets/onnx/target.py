@@ -11,6 +11,7 @@ from bridge.core.dtypes import DTYPES
 from bridge.core.values import Encoding, Format, Numeric, Site, Slice, TensorSpec
 from bridge.planning.joined_and_cut import fused_with, is_refit
 from bridge.planning.plan import Output, Plan, Step
+from bridge.planning.registries import why_too_old
 from bridge.planning.target import Draft, Drafted
 from bridge.quant.codec.blocks import stored_shapes
 from bridge.quant.describe import amax_words, scale_words
@@ -73,7 +74,7 @@ class OnnxTarget(StreamedTarget):
         return problems
 
     def draft(self, draft: Draft) -> Drafted:
-        whys = (self.why_no_graph(draft), why_no_class(draft.config))
+        whys = (self.why_no_graph(draft), why_no_class(draft.config) or why_too_old(draft.config))
         drafted = Drafted(problems=[("", why) for why in whys if why])
         experts = 0
         for spec, site in draft.copied():
