@@ -57,6 +57,10 @@ registries: oracles
 	$(BIN)/python -m tests.oracles.registries vllm .venv/vllm/lib/python3*/site-packages
 	$(BIN)/python -m tests.oracles.registries sglang .venv/sglang
 	$(BIN)/python -m tests.oracles.registries transformers
+	for version in $$(seq 5 24); do \
+	    $(BIN)/python -m pip download --quiet --no-deps -d build/since/5.$$version transformers==5.$$version.0 \
+	    && $(BIN)/python -m zipfile -e build/since/5.$$version/*.whl build/since/5.$$version || exit 1; done
+	$(BIN)/python -m tests.oracles.transformers_since build/since/*
 
 # Strangers' files, 100,000 of them and new ones each time (CI has 1,000, always the same), then the malicious ones. It
 # prints the seed: `make fuzz SEED=7` runs the same again.

@@ -17,7 +17,7 @@ from bridge.core.remote.path import memory_ahead
 from bridge.core.text import fold_layers, fold_problems, named
 from bridge.core.values import CACHE, Format, Structure, TensorSpec, with_positive_scales
 from bridge.planning.drafts import DRAFT, UNMEASURED, check_rules, with_drafts
-from bridge.planning.memory import working_set
+from bridge.planning.memory import STEP_BYTES, working_set
 from bridge.planning.passthrough import (
     REMEDY,
     PassthroughScheme,
@@ -176,7 +176,12 @@ def _sized(inputs: PlanInputs, drafted: Drafted) -> Plan:
             *_expert_notes(scheme, steps),
             *passthrough_notes(source.quantized, scheme, steps, _methods(inputs)),
         ),
-        memory=target.base_memory + sum(largest) + memory_ahead(source) + source.merge_memory,
+        memory=target.base_memory
+        + drafted.memory
+        + len(steps) * STEP_BYTES
+        + sum(largest)
+        + memory_ahead(source)
+        + source.merge_memory,
         disk=sum(step.nbytes for step in steps) + sum(side),
         traced=structure.traced,
         dialect=source.dialect,

@@ -21,6 +21,7 @@ CHOSEN = 8  # further bytes per value if codes or scales are read: two to a byte
 FRESH = 250 << 20
 FRAMEWORKS = 800 << 20  # torch, transformers and ModelOpt
 RUN_BYTES_PER_VALUE = 8  # weights in float32, and the runtime's own copy: more than bfloat16 takes, 5.5 at most
+STEP_BYTES = 12 << 10  # of a step, its specs and its entries in files: 36,000 tensors took 0.53 GB
 FAKE_QUANTIZED = 8  # further bytes per value if values are stored, not codes: products and values in float32
 
 

@@ -6,12 +6,16 @@ because the whole takes longer than a plan.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from bridge.core.mappings import mappings, table_text
 from bridge.core.parsing.limited import parse_toml
+from bridge.core.ranges import requirements
 from bridge.core.values import Structure
+from bridge.core.version import installed
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,33 @@ def served(program: str, architecture: str) -> Served | None:
     row = parse_toml(line)[architecture]
     fused = tuple(tuple(words.split()) for words in row.get("fused", ()))
     return Served(row["file"], fused, tuple(tuple(words.split(".")) for words in row.get("plain", ())))
+
+
+@cache
+def first_transformers(architecture: str) -> str:
+    """The first version of transformers with a class; "" if the oldest that is supported has it, or none is known."""
+    begin = f'"{architecture}" = '
+    text = table_text(mappings() / "runtimes/registries/transformers-since.toml")
+    return next((line.removeprefix(begin).strip('"') for line in text.splitlines() if line.startswith(begin)), "")
+
+
+def why_too_old(config: Mapping[str, Any]) -> str:
+    """Why the installed transformers has no class for a config, if a later one has; else ""."""
+    names, found = config.get("architectures"), installed("transformers")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    first = first_transformers(name)
+    if not first or not found:
+        return ""
+    from packaging.version import Version
+
+    if Version(found) >= Version(first):
+        return ""
+    ranges = [need.specifier for need in requirements("trt") if need.name == "transformers"]
+    ends = [f",{entry}" for specifier in ranges for entry in specifier if entry.operator == "<"]
+    return (
+        f"transformers {found}, which is installed, has no class {name}; {first} is the first that has it: "
+        f"pip install 'transformers>={first}{''.join(ends)}'"
+    )
 
 
 def leave_plain(structure: Structure, program: str, title: str) -> Structure:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+from bridge.core.errors import SourceError
 from bridge.core.machine import without_collection
 from bridge.core.output import cache
 from bridge.core.output.provenance import provenance
@@ -16,6 +17,7 @@ from bridge.core.ranges import check_versions
 from bridge.core.values import Structure, plain
 from bridge.core.version import loads_transformers
 from bridge.planning.eagle import eagle_structure, is_eagle
+from bridge.planning.registries import why_too_old
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models.as_installed import is_as_installed
 from bridge.sources.source import Source
@@ -39,6 +41,8 @@ def structure_of(source: Source) -> Structure:
     structure_ = load_traced(source)
     if structure_ is None:
         check_versions("trt")
+        if why := why_too_old(source.config):
+            raise SourceError(f"{source.where}: {why}")
         loads_transformers()
         from bridge.planning.trace import trace_structure
 

@@ -83,6 +83,8 @@ class Drafted:
     """Sentences for the plan that need the source's config."""
     disk: int = 0
     """Bytes that the target writes beside the tensors of the steps: engines."""
+    memory: int = 0
+    """Bytes that the target holds beside `base_memory` and the tensors of the running steps: a tokenizer."""
 
 
 class Planner(Protocol):

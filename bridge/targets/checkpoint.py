@@ -36,7 +36,7 @@ class StreamedTarget:
     metadata: Mapping[str, str] = {}
     align = 8  # as the safetensors library writes
     runs = False
-    base_memory = 64 << 20  # headers or an index of 100,000 tensors
+    base_memory = 48 << 20  # the interpreter and NumPy
 
     def why_kept(self, format_: Format, site: Site) -> str:
         return ""

@@ -103,22 +103,24 @@ class RoundedInputs(TorchFunctionMode):
 
     def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
         super().__init__()
-        quantized = {part.source for step in plan.quantized for part in step.inputs}
+        kinds = {part.source: step.outputs[0].spec.dtype for step in plan.quantized for part in step.inputs}
+        quantized = {*kinds}
         experts = any(".experts." in name for name in quantized)  # one parameter of a model, however they are stored
-        self._weights = {
-            parameter.untyped_storage().data_ptr()
+        alike = {kind in K_QUANTS for kind in kinds.values()}
+        assert len(alike) == 1 or not experts, "K-quants beside others"
+        first = next(iter(kinds.values()))
+        self._rounding = {
+            parameter.untyped_storage().data_ptr(): _rounded_by_256 if kinds.get(name, first) in K_QUANTS else _rounded
             for name, parameter in model.named_parameters()
             if name in quantized or (experts and ".experts." in name)
         }
-        assert self._weights
-        kinds = {step.outputs[0].spec.dtype in K_QUANTS for step in plan.quantized}
-        assert len(kinds) == 1, "K-quants beside others"
-        self._round = _rounded_by_256 if kinds.pop() else _rounded
+        assert self._rounding
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         at = {torch.nn.functional.linear: 0, torch.addmm: 1}.get(func)  # transformers' Conv1D calls addmm
-        if at is not None and args[at + 1].untyped_storage().data_ptr() in self._weights:
-            args = (*args[:at], self._round(args[at]), *args[at + 1 :])
+        rounding = None if at is None else self._rounding.get(args[at + 1].untyped_storage().data_ptr())
+        if rounding:
+            args = (*args[:at], rounding(args[at]), *args[at + 1 :])
         return func(*args, **(kwargs or {}))
 
 

@@ -429,10 +429,16 @@ def sglang_classes(program: Program) -> tuple[dict[str, Class], set[str]]:
     return found, drafts
 
 
-def transformers_rows(root: Path) -> dict[str, str]:
-    """Class -> its file, of all classes that `modeling_auto.py` names."""
+def listed_classes(root: Path) -> set[str]:
+    """The classes that `modeling_auto.py` names."""
     tree = ast.parse((root / "transformers/models/auto/modeling_auto.py").read_text(encoding="utf-8"))
     named = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    return {name for name in named if re.fullmatch(r"[A-Za-z]\w*", name)}
+
+
+def transformers_rows(root: Path) -> dict[str, str]:
+    """Class -> its file, of all classes that `modeling_auto.py` names."""
+    named = listed_classes(root)
     files = sorted((root / "transformers/models").glob("*/modeling_*.py"))
     rows = {}
     for file in files:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
 
 import bridge
+from bridge.core.errors import PlanError, SourceError
 from bridge.core.mappings import mappings, read_table
 from bridge.planning.contract_files import load_runtime, runtimes
 from bridge.planning.contracts import verdict
-from bridge.planning.registries import has_registry, served
+from bridge.planning.registries import first_transformers, has_registry, served
+from tests.blocks import ROOT
 from tests.models import decoder_families
-from tests.oracles import registries, sglang_oracle, vllm_oracle
+from tests.oracles import registries, sglang_oracle, transformers_since, vllm_oracle
 
 PROGRAMS = ("vllm", "sglang", "transformers")
 INDEXER = ("model.layers.0.self_attn.indexer.wk", "model.layers.0.self_attn.indexer.weights_proj")
@@ -118,6 +123,52 @@ def test_the_table_of_transformers_is_that_of_the_installed_one() -> None:
 
     names = {name for entry in THEIRS.values() for name in ([entry] if isinstance(entry, str) else entry)}
     assert names <= table.section("classes").keys()
+
+
+def test_first_versions_agree_with_the_installed_transformers() -> None:
+    here = Version(version("transformers"))
+    rows = tomllib.loads((mappings() / "runtimes/registries/transformers-since.toml").read_text())
+    listed = registries.listed_classes(Path(transformers.__file__).parents[1])
+    assert len(rows) > 300
+    for name, first in rows.items():
+        assert first_transformers(name) == first
+        assert Version(first) > here or name in listed  # a later version may be the first again
+        assert Version(first) <= here or name not in listed
+    assert not {name for name in listed if transformers_since.CLASS.fullmatch(name) is None and name in rows}
+
+
+def test_the_first_version_is_read_from_several(tmp_path: Path) -> None:
+    for version_, names in {"5.9.0": ["Old"], "5.10.1": ["Old", "Mid"], "5.11.0": ["Old", "New"]}.items():
+        folder = tmp_path / version_
+        (folder / "transformers/models/auto").mkdir(parents=True)
+        pairs = ", ".join(f"('{name.lower()}', '{name}ForCausalLM')" for name in names)
+        (folder / "transformers/models/auto/modeling_auto.py").write_text(f"NAMES = [{pairs}]\n")
+        (folder / f"transformers-{version_}.dist-info").mkdir()
+        (folder / f"transformers-{version_}.dist-info/METADATA").write_text(f"Version: {version_}\n")
+    text = transformers_since.render([tmp_path / name for name in ("5.11.0", "5.9.0", "5.10.1")])
+    assert tomllib.loads(text) == {"MidForCausalLM": "5.10.1", "NewForCausalLM": "5.11.0"}
+    assert "from 5.9.0, 5.10.1, 5.11.0\n" in text
+
+
+def test_an_old_transformers_refuses_one_model_with_the_version_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Target hf asks transformers for classes without a table, trt for all."""
+    traced, tabled = (
+        saved("SeedOssForCausalLM", tmp_path / "traced", vocab_size=213),
+        ROOT / "examples/models/tiny-llama",
+    )
+    old = {"SeedOssForCausalLM": "5.16.0", "LlamaForCausalLM": "5.16.0"}
+    monkeypatch.setattr("bridge.planning.registries.first_transformers", lambda name: old.get(name, ""))
+    monkeypatch.setattr("bridge.planning.registries.installed", lambda _: "5.9.1")
+    says = "transformers 5.9.1, which is installed, has no class {}; 5.16.0 is the first that has it: pip install"
+    with pytest.raises(SourceError, match=says.format("SeedOssForCausalLM")):
+        bridge.plan(traced, "hf", "int8_wo")
+    with pytest.raises(PlanError, match=says.format("LlamaForCausalLM")):
+        bridge.plan(tabled, "trt", "int8_wo")
+    assert bridge.plan(tabled, "hf", "int8_wo").steps
+    monkeypatch.setattr("bridge.planning.registries.installed", lambda _: "5.16.0")
+    assert bridge.plan(traced, "hf", "int8_wo").steps and bridge.plan(tabled, "trt", "int8_wo").steps
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ SPLIT = 'base = "fp8"\n[[rule]]\nmodules = ["*.q_proj"]\nquant = "none"\n'
 # (target, option) -> a value other than its default, and a scheme under which it matters
 GIVEN: dict[tuple[str, str], tuple[Any, str | None]] = {
     ("gguf", "dtype"): ("fp16", None),
+    ("gguf", "vocabulary"): ("quantize", "q8_0"),
     ("hf", "format"): ("compressed-tensors", "int8_wo"),
     ("hf", "shard_size"): ("1MB", None),
     ("hf", "allow_split"): (True, "split.toml"),

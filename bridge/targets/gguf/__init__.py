@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.errors import PlanError, SourceError
 from bridge.core.text import nearest
 from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec
-from bridge.planning.plan import Plan
+from bridge.planning.plan import PASSTHROUGH, Plan
 from bridge.planning.target import Draft, Drafted
+from bridge.quant.codec.ggml_library import INSTALL, is_installed
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, write_checkpoint
 from bridge.targets.config_json import generation_problems
 from bridge.targets.gguf.encodings import FILE_TYPES, block_type, why_unsupported
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from bridge.targets.generation import Generator
 
 QUANTIZATION_VERSION = 2  # of ggml's block types
+OUTER = ("token_embd.", "output.")  # llama-quantize gives them types of their own
+VOCABULARY = ("keep", "quantize")
 LATENT_KEYS = "mla.k_b.weight"
 
 
@@ -38,6 +41,7 @@ class GgufOptions:
 
     dtype: str | None = option(None, "fp16, bf16, fp32 of unquantized matrices; default: source's")
     drafts: str | None = option(None, "draft layers (MTP): keep, quantize, drop; default: keep if llama.cpp reads them")
+    vocabulary: str = option("keep", "embedding and head: keep, or quantize as llama-quantize does")
 
 
 class Gguf(StreamedTarget):
@@ -74,6 +78,8 @@ class Gguf(StreamedTarget):
         name = f"llama.cpp's {graphs()[structure.architecture].name}"
         drafts = chosen_drafts(options.drafts, scheme, "" if place else f"{name} has no place for draft layers")
         dtype = float_dtype(options.dtype, specs, "that GGUF has")
+        if problem := _vocabulary_problem(options.vocabulary, scheme):
+            raise PlanError(problem)
         return dataclasses.replace(options, dtype=dtype, drafts=drafts)
 
     def why_unsupported(self, format_: Format, options: GgufOptions) -> str:
@@ -93,7 +99,7 @@ class Gguf(StreamedTarget):
         from bridge.targets.dialect_steps import with_drafts
         from bridge.targets.gguf.metadata import malformed, problems, window_notes
         from bridge.targets.gguf.steps import Drafting
-        from bridge.targets.gguf.tokenizer import describe
+        from bridge.targets.gguf.tokenizer import describe, tokenizer_memory
 
         matched, dialect = match_table(draft.config, draft.specs), load_dialect(self.name)
         drafted = Drafting(draft, dialect, *with_drafts(draft, dialect, matched)).drafted()
@@ -102,7 +108,9 @@ class Gguf(StreamedTarget):
         if not wrong:
             drafted.problems += [("", text) for text in problems(matched)]
             drafted.notes += window_notes(matched)
-        tokenizer = describe(draft.side_files, int(str(matched.names["vocab"])), draft.config)
+        vocab = int(str(matched.names["vocab"]))
+        tokenizer = describe(draft.side_files, vocab, draft.config)
+        drafted.memory = tokenizer_memory(draft.side_files, vocab)
         drafted.problems += [*tokenizer.problems, *generation_problems(draft.side_files)]
         drafted.notes += tokenizer.notes
         return drafted
@@ -168,6 +176,18 @@ class Gguf(StreamedTarget):
         return write_checkpoint(context, directory, {})
 
 
+def _vocabulary_problem(choice: str, scheme: Scheme | None) -> str:
+    """Why the option `vocabulary` cannot be followed; "" if it can."""
+    where = f"vocabulary={choice!r} (--vocabulary {choice})"
+    if choice not in VOCABULARY:
+        return f"{where}: use {' or '.join(VOCABULARY)}"
+    if choice == "keep":
+        return ""
+    if scheme is None or scheme.name == PASSTHROUGH:
+        return f"{where} takes the types that llama-quantize has for a scheme, and none was asked for; give quant"
+    return "" if is_installed() else f"{where}: {INSTALL}"
+
+
 def _misread(name: str, tokens: Mapping[str, Any]) -> bool:
     """Whether llama.cpp would take the model for another by its name, and ask for tokens that it has not."""
     from bridge.tables.llama_cpp import token_rows
@@ -181,7 +201,8 @@ def _misread(name: str, tokens: Mapping[str, Any]) -> bool:
 def _file_type(plan: Plan) -> int:
     """llama.cpp's number of the dtype of most quantized values, of most values if none are quantized."""
     sizes: Counter[str] = Counter()
-    for step in plan.quantized or plan.steps:
+    layers = [step for step in plan.quantized if not step.outputs[0].spec.name.startswith(OUTER)]
+    for step in layers or plan.steps:
         kind = block_type(step.format) if step.format else step.outputs[0].spec.dtype
         sizes[kind] += step.outputs[0].spec.size
     return FILE_TYPES[max(sizes, key=lambda kind: sizes[kind])]

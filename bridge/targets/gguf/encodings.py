@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge.core.dtypes import DTYPES, SEARCHED
+from bridge.core.dtypes import DTYPES, K_QUANTS, SEARCHED
 from bridge.core.values import Encoding, Format, Numeric
 from bridge.quant.codec.ggml_library import INSTALL, is_installed
 
@@ -13,6 +13,20 @@ FILE_TYPES = {
 }  # fmt: skip
 INTEGERS = ("int8", "int4")
 ALL = "q8_0 and int8_wo (Q8_0), q4_0 and int4_wo (Q4_0), mxfp4_wo (MXFP4), nvfp4_wo (NVFP4), q4_k, q5_k and q6_k"
+
+
+# What llama-quantize makes of the head, or of the embedding that is the head, in files of other types than these: Q6_K.
+HEADS = {"q8_0": "q8_0", "mxfp4": "q8_0"}
+# The same of an embedding beside a head; the type of the file in others. get_rows leaves out NVFP4's second scale.
+EMBEDDINGS = {"mxfp4": "q8_0", "nvfp4": "q6_k"}
+NARROW = "q8_0"  # for rows that K-quants do not divide; llama-quantize takes it for Q6_K, Q5_0 for Q4_K, Q5_1 for Q5_K
+
+
+def vocabulary_scheme(kind: str, width: int, head: bool) -> str:
+    """The scheme of the head, or of an embedding beside one, in a file of block type `kind`; "" if no block fits."""
+    chosen = HEADS.get(kind, "q6_k") if head else EMBEDDINGS.get(kind, kind)
+    chosen = NARROW if chosen in K_QUANTS and width % DTYPES[chosen].block else chosen
+    return "" if width % DTYPES[chosen].block else chosen
 
 
 def block_type(format_: Format) -> str:

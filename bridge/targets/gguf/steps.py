@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from bridge.core.dtypes import DTYPES, FLOATS
+from bridge.core.dtypes import DTYPES, FLOATS, K_QUANTS
 from bridge.core.formats.gguf import MAX_NAME
+from bridge.core.text import number
 from bridge.core.values import Format, Site, Slice, TensorSpec
 from bridge.planning.plan import Output, Step
 from bridge.planning.target import Drafted
+from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import has_tensor_scale
 from bridge.tables.dialects.dialect import DialectRow
 from bridge.tables.expressions.ops import Rank
 from bridge.tables.llama_cpp import graphs
 from bridge.targets.dialect_steps import DialectDrafting, Placed
-from bridge.targets.gguf.encodings import block_type, coding, rounding_note
+from bridge.targets.gguf.encodings import NARROW, block_type, coding, rounding_note, vocabulary_scheme
 
 FILE = "model.gguf"
 # llama.cpp adds and multiplies in float32 only, and finds the experts in float32.
 SINGLE = ("norm", "bias", "router")
 POSITIONS = ("embed.positions.weight",)  # learned ones, which it adds to the embedding
+EMBEDDING, HEAD = ("embed.tokens.weight",), ("head.weight",)
 
 
 @dataclass
@@ -27,12 +31,16 @@ class Drafting(DialectDrafting):
     """Steps of one file; call `drafted` once."""
 
     _notes: dict[str, None] = field(default_factory=dict)
+    _narrow: list[tuple[Placed, str, str]] = field(
+        default_factory=list
+    )  # what has other blocks, of which type, and why
 
     def drafted(self) -> Drafted:
         """Make the steps; problems name the row."""
         tied = self.dialect.shares_head(self.matched)
         if tied:
-            self._refuse_quantized_head("is the embedding here, which is not quantized; keep the head in a recipe")
+            why = "is the embedding here, which --vocabulary quantize quantizes; keep the head in a recipe"
+            self._refuse_quantized_head(why)
         for row, layer in self._rows(head=not tied):
             self._add(row, layer)
         for source, name in self.drafts.own.items():
@@ -42,18 +50,51 @@ class Drafting(DialectDrafting):
             module = source.rpartition(".")[0] if site else ""
             kept = self.draft.why_plain(spec, site)
             self._drafted.steps.append(Step((Slice(source, module=module),), (output,), site, kept=kept))
-        self._drafted.notes += self._notes
+        self._drafted.notes += [*self._notes, *self._narrowed()]
         return self._drafted
+
+    def _narrowed(self) -> Iterator[str]:
+        """Notes on matrices whose rows K-quants do not divide; problems if no matrix is left for those."""
+        for kind in dict.fromkeys(kind for _, kind, _ in self._narrow):
+            narrow = [(placed, why) for placed, of, why in self._narrow if of == kind]
+            if any(step.outputs[0].spec.dtype == kind for step in self._drafted.steps if _is_inner(step)):
+                widths = ", ".join(dict.fromkeys(str(self._shape(placed)[-1]) for placed, _ in narrow))
+                count = number(len(narrow), "matrix", "matrices")
+                note = f"{count} with rows of {widths} become {NARROW.upper()}: {kind.upper()} has blocks of"
+                yield f"{note} {DTYPES[kind].block}"
+                continue
+            for placed, why in narrow:
+                self._problem(placed.row, placed.layer, why)
 
     def _add(self, row: DialectRow, layer: int | None) -> None:
         placed = self._place(row, layer, self.matched.names, Rank())
         if placed is None or (found := self._sites_of(placed)) is None:
             return
         sites, format_ = found
-        if format_:
+        if self._is_vocabulary(row, sites):
+            self._add_vocabulary(placed, sites)
+        elif format_:
             self._add_quantized(placed, sites[0], format_)
         else:
             self._add_plain(placed, sites[0] if sites else None)
+
+    def _is_vocabulary(self, row: DialectRow, sites: list[Site]) -> bool:
+        """Whether it is the embedding or a head that the option quantizes and no rule of a recipe names."""
+        if self.draft.options.vocabulary != "quantize" or row.roles not in (EMBEDDING, HEAD):
+            return False
+        return not any(self.draft.scheme and self.draft.scheme.rule_of(site) for site in sites)
+
+    def _add_vocabulary(self, placed: Placed, sites: list[Site]) -> None:
+        assert self.draft.scheme
+        block, shape = placed.blocks[0], self._shape(placed)
+        head = placed.row.roles == HEAD or self.dialect.shares_head(self.matched)
+        chosen = vocabulary_scheme(block_type(self.draft.scheme.format), shape[-1], head)
+        if not chosen:
+            self._add_plain(placed, sites[0] if sites else None)
+            return
+        module = block.source.rpartition(".")[0]
+        site = sites[0] if sites else Site(module, block.source, "out_in", placed.row.roles)
+        self._add_quantized(placed, site, load_scheme(chosen).format)
 
     def _add_plain(self, placed: Placed, site: Site | None) -> None:
         spec = self.draft.specs[placed.blocks[0].source]
@@ -69,6 +110,10 @@ class Drafting(DialectDrafting):
 
     def _add_quantized(self, placed: Placed, site: Site, format_: Format) -> None:
         spec, shape = self.draft.specs[placed.blocks[0].source], self._shape(placed)
+        wide = block_type(format_)
+        if wide in K_QUANTS and shape[-1] % DTYPES[wide].block and not shape[-1] % DTYPES[NARROW].block:
+            self._narrow.append((placed, wide, self._incompatibilities(placed, spec, shape, format_)[0]))
+            format_ = load_scheme(NARROW).format
         problems = self._incompatibilities(placed, spec, shape, format_)
         for problem in problems:
             self._problem(placed.row, placed.layer, problem)
@@ -115,3 +160,7 @@ class Drafting(DialectDrafting):
         if len(placed.name) > MAX_NAME:
             problems.append(f"its name is longer than the {MAX_NAME} bytes of ggml")
         return problems
+
+
+def _is_inner(step: Step) -> bool:
+    return bool(step.site and set(step.site.roles).isdisjoint({*EMBEDDING, *HEAD}))

@@ -11,6 +11,7 @@ from bridge.core.dtypes import DTYPES
 from bridge.core.values import Encoding, Format, Numeric, Site, Slice, TensorSpec
 from bridge.planning.joined_and_cut import fused_with, is_refit
 from bridge.planning.plan import Output, Plan, Step
+from bridge.planning.registries import why_too_old
 from bridge.planning.target import Draft, Drafted
 from bridge.quant.codec.blocks import stored_shapes
 from bridge.quant.describe import amax_words, scale_words
@@ -73,7 +74,7 @@ class OnnxTarget(StreamedTarget):
         return problems
 
     def draft(self, draft: Draft) -> Drafted:
-        whys = (self.why_no_graph(draft), why_no_class(draft.config))
+        whys = (self.why_no_graph(draft), why_no_class(draft.config) or why_too_old(draft.config))
         drafted = Drafted(problems=[("", why) for why in whys if why])
         experts = 0
         for spec, site in draft.copied():
@@ -106,10 +107,15 @@ class OnnxTarget(StreamedTarget):
         raise NotImplementedError
 
     def plain_step(self, spec: TensorSpec, site: Site | None, kept: str, options: Any) -> Step:
-        dtype = options.dtype if options.dtype and DTYPES[spec.dtype].floating else spec.dtype
+        dtype = self.stored_dtype(spec, options) if options.dtype and DTYPES[spec.dtype].floating else spec.dtype
         text = spec.name if dtype == spec.dtype else f"cast({spec.name}, {dtype})"
         output = Output(TensorSpec(spec.name, spec.shape, dtype), "weight", text)
         return Step((Slice(spec.name),), (output,), site, kept=kept)
+
+    def stored_dtype(self, spec: TensorSpec, options: Any) -> str:
+        """Of a tensor that is not quantized; the graph casts it if it computes in another."""
+        dtype: str = options.dtype
+        return dtype
 
     def quantized_step(self, spec: TensorSpec, site: Site, format_: Format, options: Any) -> Step:
         transpose = site.layout == "out_in"

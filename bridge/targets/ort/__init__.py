@@ -34,7 +34,8 @@ RULES = (
     "external-path", "external-file", "external-bounds", "external-overlap", "initializer-data", "safetensors",
     "unused", "checker",
 )  # fmt: skip
-# ONNX Runtime 1.32 on a CPU: GroupQueryAttention, MatMulNBits, MatMul take no bfloat16; they take float16.
+# ONNX Runtime 1.32 on a CPU: GroupQueryAttention, MatMulNBits, MatMul take no bfloat16; they take float16. Gather and
+# Cast take both, and Cast of a weight runs once, when a session is made.
 WHY_FLOAT32 = {
     "bfloat16": "ONNX Runtime has no CPU kernels for bfloat16",
     "float16": "target ort writes float32 graphs only; for float16 use target trt",
@@ -105,11 +106,15 @@ class Ort(OnnxTarget):
         known = ", ".join(fused)
         return f"{architecture}: no test shows that its graph fuses; use target trt, or one of {known}"
 
+    def stored_dtype(self, spec: TensorSpec, options: Any) -> str:
+        return spec.dtype if spec.dtype in WHY_FLOAT32 and len(spec.shape) > 1 else OrtOptions.dtype
+
     def draft(self, draft: Draft) -> Drafted:
         drafted = super().draft(draft)
         drafted.steps = join_attention(drafted.steps, draft)
         for dtype in sorted({spec.dtype for spec in draft.specs.values()} & set(WHY_FLOAT32)):
-            drafted.notes.append(f"what is {dtype} and not quantized is written as float32: {WHY_FLOAT32[dtype]}")
+            kept = f"matrices that are not quantized stay {dtype}, and the graph casts them to float32"
+            drafted.notes.append(f"{kept}: {WHY_FLOAT32[dtype]}")
         return drafted
 
     def notes(self, structure: Structure, options: Any) -> tuple[str, ...]:

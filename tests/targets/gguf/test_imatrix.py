@@ -336,9 +336,9 @@ def test_other_targets_refuse_them_in_words(target: str) -> None:
         bridge.plan(TINY, target, "q4_0_imatrix")
 
 
-def test_narrow_rows_are_refused_with_a_scheme_of_smaller_blocks() -> None:
+def test_a_model_of_narrow_rows_alone_is_refused_with_a_scheme_of_smaller_blocks(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="Q4_K's 256; use q4_0_imatrix, whose blocks have 32"):
-        bridge.plan(TINY, "gguf", "q4_k_imatrix")
+        bridge.plan(str(save("llama", tmp_path / "narrow")), "gguf", "q4_k_imatrix")
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from bridge.quant.codec.encode import Encoder, encode
 from bridge.quant.schemes.load import load_scheme
 from bridge.targets.manifest import load_manifest
 from bridge.verification.weight_error import Comparer, ErrorSums, StoredCodes
-from tests.blocks import ROOT
 from tests.models.gguf_families import save
 from tests.oracles.llama_cpp import divergence
 
@@ -125,10 +124,10 @@ def test_a_recipe_mixes_types_as_llama_quantize_does(llama: Path, tmp_path: Path
     assert divergence(llama, tmp_path / "out", tmp_path) <= ROUNDED
 
 
-def test_narrow_rows_are_refused_with_a_scheme_of_smaller_blocks() -> None:
-    narrow = str(ROOT / "examples" / "models" / "tiny-llama")
-    with pytest.raises(PlanError, match="in = 128 is no multiple of Q4_K's 256; use q4_0, whose blocks have 32"):
-        bridge.plan(narrow, target="gguf", quant="q4_k")
+def test_a_model_of_narrow_rows_alone_is_refused_with_a_scheme_of_smaller_blocks(tmp_path: Path) -> None:
+    narrow = save("llama", tmp_path / "narrow")
+    with pytest.raises(PlanError, match="in = 192 is no multiple of Q4_K's 256; use q4_0, whose blocks have 32"):
+        bridge.plan(str(narrow), target="gguf", quant="q4_k")
 
 
 @pytest.mark.parametrize("options", [{}, {"format": "compressed-tensors"}, {"format": "gptq"}], ids=str)

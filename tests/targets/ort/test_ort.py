@@ -246,10 +246,30 @@ def test_advice_names_the_modules_of_a_joined_matrix() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "why"), [("bfloat16", "no CPU kernels for bfloat16"), ("float16", "use target trt")])
-def test_the_plan_says_why_halves_become_float32(dtype: str, why: str) -> None:
-    plan = bridge.plan(decoder("llama").to(getattr(torch, dtype)), "ort", "none")
-    assert [note for note in plan.notes if note.startswith(f"what is {dtype}") and why in note]
-    assert {output.spec.dtype for output in plan.outputs} == {"float32"}
+def test_matrices_of_a_half_source_stay_half_and_compute_as_their_float32_casts(
+    dtype: str, why: str, tmp_path: Path
+) -> None:
+    """A large tied embedding took twice the bytes that it has in its source."""
+    half = decoder("gemma3").to(getattr(torch, dtype))  # tied
+    report = bridge.convert(half, "ort", "none", tmp_path / "out", verify=False)
+    assert [note for note in report.notes if f"stay {dtype}" in note and why in note]
+    assert not [note for note in report.notes if "stored in half precision" in note]
+    specs = SafetensorsFile(tmp_path / "out" / "model.safetensors").specs
+    assert {spec.dtype for spec in specs.values() if len(spec.shape) > 1} == {dtype}
+    assert {spec.dtype for spec in specs.values() if len(spec.shape) == 1} == {"float32"}
+    runtime, (ids, mask) = Runtime(tmp_path / "out"), inputs()
+    assert not runtime.substitute  # the file itself runs
+    seen, ours = mask > 0, runtime.run({"input_ids": ids, "attention_mask": mask})["logits"]
+    model = decoder("gemma3")  # whose buffers were never rounded
+    model.load_state_dict(half.state_dict())
+    assert_close(ours[seen], theirs(model, ids, mask)[seen])
+
+
+def test_the_embedding_is_cast_behind_the_rows_that_are_looked_up(tmp_path: Path) -> None:
+    bridge.convert(decoder("llama").bfloat16(), "ort", "int4_wo", tmp_path / "out", verify=False)
+    graph = ir.load(tmp_path / "out" / "model.onnx").graph
+    ((gather, _),) = graph.initializers["model.embed_tokens.weight"].uses()
+    assert gather.op_type == "Gather" and [node.op_type for node, _ in gather.outputs[0].uses()] == ["Cast"]
     assert not [note for note in bridge.plan(LLAMA, "ort", "none").notes if "float32" in note]
 
 

@@ -34,7 +34,7 @@ def unstack_experts(model: Any, stacked: bool = False) -> None:
                 _unstack(module, key, True)
         if kind in own or not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
             continue
-        if module.has_post_expert_norm:
+        if getattr(module, "has_post_expert_norm", False):  # transformers 5.20 has it first
             raise ExportError(f"{name}: experts with a norm after each expert are not supported; use target hf")
         for key in list(module._parameters):
             if not (stacked and key.endswith("_bias")):

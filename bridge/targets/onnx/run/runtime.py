@@ -20,7 +20,6 @@ from bridge.targets.generation import Chooser, Settings
 PAST, PRESENT = "past_key_values.", "present."
 WRITE_INDICES = "write_indices"  # input of decoders whose caches are buffers: the place of each row's first new token
 TRT = "trt"  # TensorRT's own domain: FP4 and MXFP8 activations, E8M0 scales
-MOVE = ("Gather", "Transpose")  # ops that move values of every dtype
 FEEDS = {"tensor(int64)": "int64", "tensor(float)": "float32", "tensor(int32)": "int32", "tensor(bool)": "bool"}
 
 
@@ -195,8 +194,11 @@ def _reason(model: Any, halves: Sequence[str]) -> str:
         raise CannotRun(
             "the graph has TensorRT's own ops, which ONNX Runtime cannot run; its weights are compared instead"
         )
-    kinds = {v.dtype.name for v in model.graph.initializers.values() if v.dtype is not None}
-    if kinds & set(halves):
+    from bridge.targets.onnx.widen import is_widened
+
+    known = [value for value in model.graph.initializers.values() if value.dtype is not None]
+    kinds = {value.dtype.name for value in known}
+    if any(value.dtype.name in halves and not is_widened(value) for value in known):
         return "half-precision graph"
     return "FP4 codes" if "FLOAT4E2M1" in kinds else ""
 
@@ -205,8 +207,11 @@ def _to_float32(model: Any) -> None:
     """Turn a half graph into float32 in place and FP4 weights into values; codes and scales stay as they are."""
     import onnx_ir as ir
 
-    half = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
-    moved = [moved for v in list(model.graph.initializers.values()) if v.dtype in half for moved in _widen(model, v)]
+    from bridge.targets.onnx.widen import HALVES, widen
+
+    half = set(HALVES)
+    stored = [value for value in model.graph.initializers.values() if value.dtype in half]
+    moved = [moved for value in stored for moved in widen(model.graph, value, "float32")]
     for node in list(model.graph):
         for key in ("to", "output_dtype", "dtype"):
             attribute = node.attributes.get(key)
@@ -222,36 +227,6 @@ def _to_float32(model: Any) -> None:
     for value in [*model.graph.inputs, *(v for node in model.graph for v in node.outputs)]:
         if value.dtype in half and value not in moved:
             value.dtype = ir.DataType.FLOAT
-
-
-def _widen(model: Any, value: Any) -> list[Any]:
-    """Read a half initializer through a Cast, so that no second copy of the weights is needed.
-
-    What only moves its values comes before the Cast: a large vocabulary is not copied whole for a few tokens. Returned
-    are the outputs of such nodes, which stay half.
-    """
-    import onnx_ir as ir
-
-    def widened(half: Any) -> tuple[Any, Any]:
-        output = ir.val(f"{half.name}/float32", ir.DataType.FLOAT, half.shape)
-        return output, ir.node("Cast", [half], {"to": int(ir.DataType.FLOAT)}, outputs=[output])
-
-    uses = tuple(value.uses())
-    moved = [node.outputs[0] for node, at in uses if at == 0 and node.op_type in MOVE]
-    moved = [half for half in moved if not half.is_graph_output()]
-    for half in moved:
-        output, cast = widened(half)
-        output.name, half.name = half.name, output.name  # taps are of the names in the file
-        ir.convenience.replace_all_uses_with(half, output)
-        model.graph.insert_after(half.producer(), cast)
-        cast.replace_input_with(0, half)
-    others = [(node, at) for node, at in uses if node.outputs[0] not in moved]
-    if others:
-        output, cast = widened(value)
-        model.graph.insert_before(model.graph[0], cast)
-        for node, at in others:
-            node.replace_input_with(at, output)
-    return moved
 
 
 def _unpack_fp4(model: Any, node: Any) -> None:

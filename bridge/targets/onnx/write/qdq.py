@@ -20,6 +20,7 @@ from bridge.core.text import fold_layers
 from bridge.core.values import Numeric
 from bridge.planning.plan import Output, Step
 from bridge.targets.onnx.run.runtime import TRT
+from bridge.targets.onnx.widen import HALVES, widen
 
 # ONNX Runtime moves a QuantizeLinear back over these and inserts a DequantizeLinear without its `output_dtype`
 # (qdq_propagation.cc), which makes them float32: a half graph then fails to load.
@@ -253,9 +254,6 @@ class Inserter:
         return ir.node(kind, inputs, attributes, domain=domain, outputs=[output], name=name)
 
 
-HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-
-
 def attach(model: ir.Model, floats: Mapping[str, ir.Value], weights_file: WeightsFile) -> list[str]:
     """Make every float weight that is still read external data of the file, under its checkpoint name.
 
@@ -274,8 +272,9 @@ def attach(model: ir.Model, floats: Mapping[str, ir.Value], weights_file: Weight
             continue
         tensor = weights_file.tensor(name)
         same = tuple(value.shape or ()) == tuple(tensor.shape)
-        if same and value.dtype == ir.DataType.FLOAT and tensor.dtype in HALVES and not value.is_graph_output():
-            value = _widened(model.graph, value, tensor.dtype)
+        wide = same and value.dtype == ir.DataType.FLOAT and tensor.dtype in HALVES and not value.is_graph_output()
+        if wide:
+            value.dtype = tensor.dtype
             widened.append(name)
         if not same or value.dtype != tensor.dtype:
             problems.append(
@@ -284,19 +283,11 @@ def attach(model: ir.Model, floats: Mapping[str, ir.Value], weights_file: Weight
             continue
         value.name, value.const_value = name, tensor
         model.graph.register_initializer(value)
+        if wide:
+            widen(model.graph, value, "widened")
     if problems:
         raise ExportError("\n  ".join(["graph and plan disagree:", *fold_layers(problems)]))
     return widened
-
-
-def _widened(graph: ir.Graph, value: ir.Value, stored: ir.DataType) -> ir.Value:
-    """A value of another dtype, whose cast to float32 is read instead of `value`."""
-    narrow = ir.Value(type=ir.TensorType(stored), shape=value.shape)
-    node = ir.node("Cast", [narrow], {"to": ir.DataType.FLOAT}, name=f"{value.name}/widened")
-    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = node.name, value.type, value.shape
-    value.replace_all_uses_with(node.outputs[0])
-    graph.append(node)
-    return narrow
 
 
 def widen_products(graph: ir.Graph) -> None:

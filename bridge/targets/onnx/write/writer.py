@@ -88,7 +88,8 @@ def write_onnx(
     unused = set.intersection(*(one.unused for one in made.values()))
     skipped = {name: f"not read by the {options.task} graph; kept in {WEIGHTS}" for name in sorted(unused)}
     text = next(iter(made.values())).graph.text
-    rounded = sorted({name for one in made.values() for name in one.widened})
+    half = options.dtype != "float32"  # else they are half in the source, too, and the plan says so
+    rounded = sorted({name for one in made.values() for name in one.widened if half})
     told = [f"computed in float32, stored in half precision: {', '.join(fold_layers(rounded))}"] if rounded else []
     return WriteResult(summary.policies, skipped, (*notes, *told, *summary.notes())), text
 
