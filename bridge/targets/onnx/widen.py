@@ -1,4 +1,4 @@
-"""Read half-precision initializers of a float32 graph through Cast, so that files hold no wider copy of them."""
+"""Read half-precision initializers of float32 graphs through Cast nodes."""
 
 from __future__ import annotations
 
