@@ -35,9 +35,9 @@ class Rule(NamedTuple):
     entry: bool = False
 
 
-PROMISED = (
-    "error [drafts] config.json promises draft layers that are not whole: {what}; set the number to 0, or convert the "
-    "whole checkpoint"
+DRAFTS = (
+    "error [drafts] draft layers are not whole: {what}; convert the whole checkpoint, or with drafts='drop' "
+    "(--drafts drop)"
 )
 RULES = {
     "FP8": Rule("float8_e4m3fn", "float32", "tensor", entry=True),
@@ -73,7 +73,7 @@ def lint(directory: Path) -> list[str]:
     holder = {name: file for file in files.values() for name in file.specs}
     specs = {name: file.specs[name] for name, file in holder.items()}
     findings = list(_index(directory, {name: list(file.specs) for name, file in files.items()}, names_for(config)))
-    findings += [PROMISED.format(what=what) for what in lacking(config, specs)]
+    findings += [DRAFTS.format(what=what) for what in lacking(config, specs)]
     section = config.get("quantization_config")
     if section is None:
         stray = [name for name in specs if name.endswith(SCALES)]
