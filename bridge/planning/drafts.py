@@ -121,6 +121,11 @@ def with_drafts(structure: Structure, source: Source, options: Any, target: str)
     specs, config = source.specs, source.config
     drafts = drafts_among(structure.ignored, config)
     choice = getattr(options, "drafts", None)
+    if choice in ("quantize", "drop") and any(site.unreached == UNMEASURED for site in structure.sites):
+        raise PlanError(
+            f"{structure.architecture} is a draft of its own, which the scheme quantizes as it does a model; "
+            f"leave drafts='{choice}' (--drafts) out"
+        )
     if not drafts:
         if choice == "quantize":
             raise PlanError("the source has no draft layers to quantize; leave drafts='quantize' (--drafts) out")

@@ -19,6 +19,7 @@ from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.text import fold_layers
 from bridge.core.values import TensorSpec
 from bridge.planning.drafts import lacking
+from bridge.planning.eagle import eagle_problems, is_eagle
 from bridge.sources.config_json import read_json
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.targets.hf.shards import Names, names_for
@@ -74,6 +75,9 @@ def lint(directory: Path) -> list[str]:
     specs = {name: file.specs[name] for name, file in holder.items()}
     findings = list(_index(directory, {name: list(file.specs) for name, file in files.items()}, names_for(config)))
     findings += [DRAFTS.format(what=what) for what in lacking(config, specs)]
+    if config.get("architectures") and is_eagle(config):
+        problems = eagle_problems(config, specs, lambda name: holder[name].read(name))
+        findings += [f"error [drafts] {problem}" for problem in problems]
     section = config.get("quantization_config")
     if section is None:
         stray = [name for name in specs if name.endswith(SCALES)]

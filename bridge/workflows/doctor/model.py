@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bridge.core.errors import BridgeError
-from bridge.core.text import SHOWN, first_of, fold_layers, named, number
+from bridge.core.text import SHOWN, first_of, fold_layers, listed, named, number
 from bridge.planning.drafts import drafts_among, lacking, promised, unpromised
+from bridge.planning.eagle import eagle_problems, is_eagle
 from bridge.sources.opening import open_source
 from bridge.streaming.run import equal_bits
 from bridge.tables.architectures.arch import arch_file, load_arch, row_names
@@ -40,7 +41,11 @@ def fit(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def draft_layers(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Draft layers that the config promises and the files lack, and those that it does not promise."""
+    """Draft layers and drafts of EAGLE that are not whole, and layers that the config does not promise."""
+    if checkpoint.config.get("architectures") and is_eagle(checkpoint.config):
+        if problems := eagle_problems(checkpoint.config, checkpoint.specs, checkpoint.weights.read):
+            yield Finding("drafts", str(listed("", problems)).removeprefix(": "), (), AGAIN)
+        return
     if missing := lacking(checkpoint.config, checkpoint.specs):
         said = "the config promises draft layers that" if promised(checkpoint.config) else "draft layers"
         what = f"{said} are not whole: {first_of(fold_layers(missing), SHOWN)}"
