@@ -115,7 +115,11 @@ def _index(directory: Path, files: Mapping[str, list[str]], known: Names) -> Ite
             what = ", ".join(files) or "no weights"
             yield f"error [index] {what}: without {known.index} only {known.single} is loaded"
         return
-    weight_map = json.loads(path.read_text()).get("weight_map")
+    try:
+        weight_map = read_json(path).get("weight_map")
+    except SourceError as error:
+        yield f"error [index] {error}; get it again, or remove it and let `qbridge repair` write one"
+        return
     if weight_map != {name: file for file, tensors in files.items() for name in tensors}:
         yield f"error [index] {known.index} and the headers of the files disagree"
 

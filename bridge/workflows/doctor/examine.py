@@ -11,6 +11,8 @@ from pathlib import Path
 
 from bridge.core.errors import SourceError
 from bridge.planning.contract_files import load_runtime
+from bridge.targets.hf.lint import lint
+from bridge.verification.finite import with_values
 from bridge.workflows.doctor import model, modules, scales, weight_scales
 from bridge.workflows.doctor.checkpoint import Checkpoint, open_checkpoint
 from bridge.workflows.doctor.finding import SERVING, Finding
@@ -39,6 +41,11 @@ def examined(directory: Path) -> list[Finding] | None:
         return None
 
 
+def lines(checkpoint: Checkpoint) -> list[str]:
+    """What the linter says beside the findings, and the tensors that hold NaN or infinity."""
+    return others(with_values(lint(checkpoint.directory), checkpoint.files.values()))
+
+
 def served(directory: Path) -> str:
     """Which programs load the formats of a directory, by their contracts, and why others do not; "" if it has none."""
     checkpoint = open_checkpoint(directory)
@@ -58,6 +65,6 @@ def served(directory: Path) -> str:
     return "; ".join([f"loads in {named}", *(f"not in {text}" for text in refused)])
 
 
-def others(lines: Iterable[str]) -> list[str]:
+def others(told: Iterable[str]) -> list[str]:
     """The linter's lines on what no rule looks at."""
-    return [line for line in lines if not ((code := _CODE.match(line)) and (code[1] in SAID or _SECOND.search(line)))]
+    return [line for line in told if not ((code := _CODE.match(line)) and (code[1] in SAID or _SECOND.search(line)))]
