@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -40,6 +40,7 @@ DRAFTS = (
     "error [drafts] draft layers are not whole: {what}; convert the whole checkpoint, or with drafts='drop' "
     "(--drafts drop)"
 )
+ABSENT = "error [config] hf_quant_config.json cannot be read: there is none"
 RULES = {
     "FP8": Rule("float8_e4m3fn", "float32", "tensor", entry=True),
     "FP8_PER_CHANNEL_PER_TOKEN": Rule("float8_e4m3fn", "float32", "channel"),
@@ -83,7 +84,7 @@ def lint(directory: Path) -> list[str]:
         stray = [name for name in specs if name.endswith(SCALES)]
         findings += [f"error [config] {name}: a scale, but config.json has no quantization_config" for name in stray]
     elif section.get("quant_method") == "modelopt":
-        findings += () if is_diffusion(config) else _config(directory, section)
+        findings += () if is_diffusion(config) else _config(directory, section, specs)
         findings += _modules(section, specs | _experts(specs))
         findings += _scalars(holder)
     else:
@@ -124,8 +125,11 @@ def _index(directory: Path, files: Mapping[str, list[str]], known: Names) -> Ite
         yield f"error [index] {known.index} and the headers of the files disagree"
 
 
-def _config(directory: Path, section: Mapping[str, Any]) -> Iterator[str]:
+def _config(directory: Path, section: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
     """Both JSON files exist, name a producer and agree."""
+    if not (directory / "hf_quant_config.json").exists():
+        yield ABSENT
+        return
     try:
         own = json.loads((directory / "hf_quant_config.json").read_text())
         inner = own["quantization"]
@@ -136,10 +140,17 @@ def _config(directory: Path, section: Mapping[str, Any]) -> Iterator[str]:
         yield "error [config] hf_quant_config.json: producer needs a name and a version"
     pairs = (("quant_algo", "quant_algo"), ("ignore", "exclude_modules"), ("quantized_layers", "quantized_layers"))
     for ours, theirs in pairs:
-        if (section.get(ours) or None) != (inner.get(theirs) or None):
+        one, other = section.get(ours) or None, inner.get(theirs) or None
+        if one != other and not (ours == "ignore" and _listed(one, names) == _listed(other, names)):
             yield f"error [config] {ours} of config.json and {theirs} of hf_quant_config.json disagree"
     if bool(section.get("kv_cache_scheme")) != bool(inner.get("kv_cache_quant_algo")):
         yield "error [config] only one of config.json and hf_quant_config.json names a quantized KV cache"
+
+
+def _listed(entries: Any, names: Iterable[str]) -> set[str]:
+    """The modules that a list with wildcards names."""
+    words = [word for word in entries or () if isinstance(word, str)]
+    return {m for m in {name.rpartition(".")[0] for name in names} if any(fnmatchcase(m, word) for word in words)}
 
 
 def _modules(section: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bridge.core.errors import SourceError
 from bridge.planning.contract_files import load_runtime
-from bridge.targets.hf.lint import lint
+from bridge.targets.hf.lint import ABSENT, lint
 from bridge.verification.finite import with_values
 from bridge.workflows.doctor import model, modules, scales, weight_scales
 from bridge.workflows.doctor.checkpoint import Checkpoint, open_checkpoint
@@ -66,5 +66,6 @@ def served(directory: Path) -> str:
 
 
 def others(told: Iterable[str]) -> list[str]:
-    """The linter's lines on what no rule looks at."""
+    """The linter's lines on what no rule looks at; vLLM and SGLang read config.json before hf_quant_config.json."""
+    told = [line for line in told if line != ABSENT]
     return [line for line in told if not ((code := _CODE.match(line)) and (code[1] in SAID or _SECOND.search(line)))]

@@ -290,3 +290,30 @@ def test_nan_is_found_in_files_of_any_name_that_the_index_names(tmp_path: Path) 
     save_file(held, broken / file, {"format": "pt"})
     save_file({"unread": torch.zeros(1)}, broken / "model-unread.safetensors")
     assert any("NaN" in problem.text and name in problem.text for problem in check_path(broken))
+
+
+def test_a_group_size_that_the_scales_contradict_is_an_error(tmp_path: Path) -> None:
+    """It was taken for permuted columns, which servers may load."""
+    with oracle._quiet():
+        stored_checkpoints.llama(torch.float32).save_pretrained(tmp_path / "source")
+    served_checkpoints.write(tmp_path / "source", "gptq", tmp_path / "gptq")
+    edited(tmp_path / "gptq" / "config.json", lambda config: config["quantization_config"].update(group_size=64))
+    found = [p.text for p in check_path(tmp_path / "gptq") if p.fatal]
+    assert len(found) == 1 and "error [tensors]" in found[0]
+    assert "group_size 64, but scales has 2 groups of its 256 columns" in found[0]
+
+
+def test_config_json_alone_is_enough_of_modelopt(tmp_path: Path) -> None:
+    """vLLM and SGLang read `quantization_config` of config.json before hf_quant_config.json."""
+    good = made("experts", experts, tmp_path)
+    path = good / "hf_quant_config.json"
+    each = ["lm_head", *(f"model.layers.{n}.mlp.gate" for n in (0, 1))]
+    edited(good / "config.json", lambda config: config["quantization_config"].update(ignore=each))
+    edited(path, lambda content: content["quantization"].update(exclude_modules=["lm_head", "model.layers.*.mlp.gate"]))
+    assert not [problem.text for problem in check_path(good) if problem.fatal]
+    edited(path, lambda content: content["quantization"].update(exclude_modules=each[:2]))
+    assert [
+        p.text for p in check_path(good) if p.fatal and "exclude_modules of hf_quant_config.json disagree" in p.text
+    ]
+    path.unlink()
+    assert not [problem.text for problem in check_path(good) if problem.fatal]
