@@ -11,7 +11,7 @@ import bridge
 from bridge.cli.terminal import FAILED, Exit, Terminal
 from bridge.cli.verb import no_bars, verb
 from bridge.core.addresses import check_length, is_remote, shown
-from bridge.core.errors import BridgeError, TableError, UsageError
+from bridge.core.errors import BridgeError, SourceError, TableError, UsageError
 from bridge.core.mappings import TableFile, parse_table
 from bridge.core.output.names import MANIFEST
 from bridge.core.text import number
@@ -69,11 +69,11 @@ def check_path(path: str | Path) -> list[Problem]:
         lines, found = _doctored(path, _lint(path))
         return [*(Problem(finding, finding.startswith("error")) for finding in lines), *found]
     if path.suffix != ".toml" and not path.exists():
-        raise UsageError(f"{path}: no such file or directory")
+        raise SourceError(f"{path}: no such file or directory")
     if path.suffix != ".toml":
         raise UsageError(f"{path}: check reads written models, .onnx and .gguf files, and recipes or tables in .toml")
     if not path.is_file():
-        raise UsageError(f"{path}: no such file")
+        raise SourceError(f"{path}: no such file")
     try:
         _check_toml(path)
     except BridgeError as error:
@@ -265,7 +265,9 @@ def check(terminal: Terminal, paths: list[str] | None, build: str | None, profil
         where = ", ".join(map(str, paths or [])) or "tables and schemes"
         written = any((Path(path) / MANIFEST).is_file() for path in paths or [])
         well = "all is well" + ("; `qbridge verify` compares the weights with their source" if written else "")
-        count = number(len(problems), "problem") if problems else well
+        notes = sum(not problem.fatal for problem in problems)
+        parts = [number(len(problems) - notes, "problem")] if len(problems) > notes else []
+        count = " and ".join([*parts, *([number(notes, "note")] if notes else [])]) or well
         made = [f"{path}: built {line}" for path, one in built.items() for line in one.lines()]
         terminal.print(
             *(problem.text for problem in problems), *loaded_by(paths or [], problems), *made, f"{where}: {count}"

@@ -132,7 +132,7 @@ def files(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding("index", what, (), "keep one of them")
     elif others := [name for name in beside if not name.startswith(OTHERS)]:
         what = f"{INDEX} does not name it" if checkpoint.index is not None else f"not read beside {named(shards)}"
-        yield Finding("other-files", what, tuple(others), "none needed: `repair` leaves it out")
+        yield Finding("other-files", what, tuple(others), "none needed: no program reads it")
     whole = {*shards} == {SINGLE} and {*placed} <= {*shards[SINGLE].specs}
     if lost:
         what = f"{INDEX} names {named(lost)}, which are not in the directory"
