@@ -93,6 +93,7 @@ def test_other_targets_say_that_draft_layers_are_left_out(tmp_path: Path) -> Non
     assert f"1 draft layer, {len(drafts)} tensors, is left out: target trt has no place for it" in notes
     with pytest.raises(UsageError, match="target trt has no option 'drafts'"):
         bridge.plan(tmp_path / "model", "trt", "fp8", drafts="keep")
+    assert bridge.plan(tmp_path / "model", "trt", "fp8", drafts="drop").notes == notes
 
 
 def test_half_a_set_of_draft_tensors_is_refused(tmp_path: Path) -> None:
@@ -344,3 +345,11 @@ def test_layers_after_the_last_that_no_config_counts_are_left_out(tmp_path: Path
     write(tmp_path / "none", tensors, config | {KEY: 0})
     with pytest.raises(PlanError, match=r"promises none(.|\n)*set num_nextn_predict_layers"):
         bridge.plan(tmp_path / "none", "hf", "int8_wo", drafts="quantize")
+
+
+def test_the_config_beside_a_gguf_file_promises_what_the_file_has(tmp_path: Path) -> None:
+    FAMILIES["glm4_moe"](tmp_path / "model")
+    for choice, count in (("keep", 1), ("drop", 0)):
+        options: dict[str, Any] = {"drafts": choice, "progress": False, "verify": False}
+        bridge.convert(tmp_path / "model", "gguf", out=tmp_path / choice, **options)
+        assert config_of(tmp_path / choice)[KEY] == count
