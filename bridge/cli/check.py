@@ -14,7 +14,7 @@ from bridge.core.addresses import check_length, is_remote, shown
 from bridge.core.errors import BridgeError, SourceError, TableError, UsageError
 from bridge.core.mappings import TableFile, parse_table
 from bridge.core.output.names import MANIFEST
-from bridge.core.text import fold_layers, number
+from bridge.core.text import number
 from bridge.quant.schemes.load import load_scheme
 from bridge.sources.configs.families import check_family
 from bridge.tables.architectures.arch import layouts_of, load_arch, parse_arch
@@ -31,7 +31,6 @@ from bridge.targets.trt.profile import parse_ranges
 from bridge.targets.trt.record import RECORD, altered_engines
 
 if TYPE_CHECKING:
-    from bridge.streaming.rows import TensorReader
     from bridge.targets.trt.record import Engines
 
 
@@ -71,11 +70,11 @@ def check_path(path: str | Path) -> list[Problem]:
         lines, found = _doctored(path, _lint(path))
         return [*(Problem(finding, finding.startswith("error")) for finding in lines), *found]
     if path.suffix != ".toml" and not path.exists():
-        raise UsageError(f"{path}: no such file or directory")
+        raise SourceError(f"{path}: no such file or directory")
     if path.suffix != ".toml":
         raise UsageError(f"{path}: check reads written models, .onnx and .gguf files, and recipes or tables in .toml")
     if not path.is_file():
-        raise UsageError(f"{path}: no such file")
+        raise SourceError(f"{path}: no such file")
     try:
         _check_toml(path)
     except BridgeError as error:
@@ -113,34 +112,36 @@ def _lint(path: Path) -> list[str]:
         from bridge.streaming.written import open_written
         from bridge.targets import load_target
         from bridge.targets.manifest import altered, load_manifest
+        from bridge.verification.finite import with_values
 
         manifest = load_manifest(path)
         plan = manifest.plan
         target = load_target(plan.target)
         findings = [*target.lint(path, plan), *target.audit(path), *altered(path, manifest)]
         findings += _parser_findings(path) or []
-        return _with_values(findings, (open_written(path / name, plan) for name in plan.files))
+        return with_values(findings, (open_written(path / name, plan) for name in plan.files))
     from bridge.core.formats.safetensors import SafetensorsFile
     from bridge.targets.onnx.files import graphs
+    from bridge.verification.finite import with_values
     from bridge.workflows.doctor.checkpoint import weight_files
 
     if (path / "rank0.safetensors").is_file():
         from bridge.targets.trtllm.lint import lint as lint_ranks
 
-        return _with_values(lint_ranks(path), map(SafetensorsFile, sorted(path.glob("rank*.safetensors"))))
+        return with_values(lint_ranks(path), map(SafetensorsFile, sorted(path.glob("rank*.safetensors"))))
     weights = (
         weight_files(path) if (path / "config.json").is_file() else [f.name for f in path.glob("model*.safetensors")]
     )
     if weights and not graphs(path)[0].is_file():
         from bridge.targets.hf.lint import lint as lint_checkpoint
 
-        return _with_values(lint_checkpoint(path), (SafetensorsFile(path / name) for name in sorted(weights)))
+        return with_values(lint_checkpoint(path), (SafetensorsFile(path / name) for name in sorted(weights)))
     graph = graphs(path)[0] if path.is_dir() else path
     if files := [path] if path.suffix == ".gguf" else [] if graph.is_file() else sorted(path.glob("*.gguf")):
         from bridge.core.formats.gguf import GgufFile
         from bridge.targets.gguf.lint import lint as lint_gguf
 
-        return [finding for file in files for finding in _with_values(lint_gguf(file), map(GgufFile, [file]))]
+        return [finding for file in files for finding in with_values(lint_gguf(file), map(GgufFile, [file]))]
     from bridge.targets.onnx.lint import RULES, lint
     from bridge.targets.ort import RULES as ORT_RULES
 
@@ -201,19 +202,6 @@ def _built(paths: Sequence[str], gpus: str, profile: str | None = None) -> tuple
             except BridgeError as error:
                 problems.append(Problem(f"{path}: error [builder] {error}"))
     return problems, built
-
-
-def _with_values(findings: list[str], files: Iterable[TensorReader]) -> list[str]:
-    """The findings, and the tensors that hold NaN or infinity; an unreadable file is reported once."""
-    from bridge.verification.finite import not_finite
-
-    bad: list[str] = []
-    try:
-        for name in not_finite(files):
-            bad.append(name)
-    except SourceError as error:
-        findings += [line for line in [f"error [files] {error}"] if line not in findings]
-    return [*findings, *(f"error [values] {name}: holds NaN or infinity" for name in fold_layers(bad))]
 
 
 def _check_toml(path: Path) -> None:
@@ -280,7 +268,9 @@ def check(terminal: Terminal, paths: list[str] | None, build: str | None, profil
         where = ", ".join(map(str, paths or [])) or "tables and schemes"
         written = any((Path(path) / MANIFEST).is_file() for path in paths or [])
         well = "all is well" + ("; `qbridge verify` compares the weights with their source" if written else "")
-        count = number(len(problems), "problem") if problems else well
+        notes = sum(not problem.fatal for problem in problems)
+        parts = [number(len(problems) - notes, "problem")] if len(problems) > notes else []
+        count = " and ".join([*parts, *([number(notes, "note")] if notes else [])]) or well
         made = [f"{path}: built {line}" for path, one in built.items() for line in one.lines()]
         terminal.print(
             *(problem.text for problem in problems), *loaded_by(paths or [], problems), *made, f"{where}: {count}"

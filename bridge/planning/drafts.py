@@ -35,6 +35,8 @@ _WEIGHT = re.compile(r"\.(?:weight|weight_packed|qweight)$")
 _EXPERT_OF, _MLP = re.compile(r"(?:^|\.)experts\."), re.compile(r"(?:^|\.)(?:mlp|feed_forward|block_sparse_moe)\.")
 _DENSE = re.compile(r"(?:^|\.)(?:mlp|feed_forward)\.\w+_proj$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_SINGLE, _STACK = re.compile(r"(.*\bexperts)\.(\d+)\.(\w+)"), re.compile(r"\bexperts\.[a-z]\w*_proj$")
+_BIAS = re.compile(r"(?:\.bias|_correction_bias)$")
 
 
 def promised(config: Mapping[str, Any]) -> int:
@@ -54,31 +56,49 @@ def drafts_among(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, t
 
 
 def lacking(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """What config.json promises of draft layers and a checkpoint with these tensors does not have.
+    """What the draft layers of a checkpoint with these tensors lack.
 
-    A layer after the last has what joins hidden states and tokens, and every module of the last; its MLP may be dense
-    beside layers of experts. One with a name of its own has the projections of its attention.
+    A layer needs the modules of that layer of the model which it is most like, and what joins hidden states and tokens:
+    after the last layer as DeepSeek has it, under a name of its own by `mappings/exports.toml`, if its class is there;
+    of other classes it has the projections of its attention. Without a promise of config.json only layers with a name
+    of their own are looked at.
     """
-    names, count, last = list(names), promised(config), _layers(config) - 1
+    names, count = list(names), promised(config)
     drafts = drafts_among(names, config)
+    own = any("mtp" in name for name in drafts)
+    joining = _joining(config) or ([] if own else _joining({"architectures": ["DeepseekV3"]})[:3])
     numbers = sorted({at for at, _ in drafts.values() if at >= 0})
-    if len(numbers) < count and (numbers or not drafts):
+    count = max(count, 1) if joining and drafts and own else count
+    if len(numbers) < count and (numbers or joining or not drafts):
         there = f"tensors of {len(numbers)} are" if numbers else "no tensor is"
         return [f"of {number(count, 'draft layer')} {there} there"]
-    own = any("mtp" in name for name in drafts)
-    main = {match[2] for name in names if (match := _AFTER_LAST.fullmatch(name)) and int(match[1]) == last}
-    stacked = any(".experts." in name and not _EXPERT.search(name) for name in drafts)
-    expected = {_WEIGHT.sub("", name) for name in main if _WEIGHT.search(name)}
-    expected = {m for m in expected if not (stacked and ".experts." in m) and (not own or _is_projection(m))}
-    expected |= set() if own else {"eh_proj", "enorm", "hnorm"}
+    main: dict[int, set[str]] = {}
+    for name in names:
+        if (match := _AFTER_LAST.fullmatch(name)) and name not in drafts:
+            main.setdefault(int(match[1]), set()).update(_parts_of(match[2]))
+    modules = {part for name in names for part in _parts_of(name)}
     missing = []
-    for at in numbers if count else ():
-        have = {_WEIGHT.sub("", name) for layer, name in drafts.values() if layer == at}
-        lacks = expected - have
-        if not any(map(_EXPERT_OF.search, have)) and any(map(_DENSE.search, have)):
-            lacks = {module for module in lacks if not _MLP.search(module)}
-        missing += [f"{module} of draft layer {at}" for module in sorted(lacks)]
+    for at in numbers[: count if not own else None] if count else ():
+        have = {part for layer, name in drafts.values() if layer == at for part in _parts_of(name)}
+        root = next(name.removesuffix(f".{within}") for name, (layer, within) in drafts.items() if layer == at)
+        like = max(sorted(main, reverse=True), key=lambda layer: len(main[layer] & have), default=-1)
+        lacks = _as_stored(main.get(like, set()), have) - have
+        if not joining:
+            lacks = {part for part in lacks if _is_projection(part)}
+        elif any(map(_EXPERT_OF.search, lacks)) and _is_dense(have):
+            lacks = {part for part in lacks if not _MLP.search(part)}
+        missing += [f"{part} of draft layer {at}" for part in sorted(lacks)]
+        before = root.partition("mtp")[0]
+        needed = [word.format(name=root, n=at, last=numbers[-1]) for word in joining]
+        needed = [name if name.startswith(f"{root}.") else before + name for name in needed]
+        missing += [name.removeprefix(f"{root}.") + f" of draft layer {at}" for name in needed if name not in modules]
     return missing
+
+
+def unpromised(config: Mapping[str, Any], drafts: Mapping[str, tuple[int, str]]) -> list[str]:
+    """The tensors of layers after the last that config.json does not count as draft layers: servers refuse them."""
+    end = _layers(config) + promised(config)
+    return [name for name, (at, _) in drafts.items() if at >= end and "mtp" not in name]
 
 
 def without_promise(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -101,27 +121,42 @@ def with_drafts(structure: Structure, source: Source, options: Any, target: str)
     specs, config = source.specs, source.config
     drafts = drafts_among(structure.ignored, config)
     choice = getattr(options, "drafts", None)
+    if choice in ("quantize", "drop") and any(site.unreached == UNMEASURED for site in structure.sites):
+        raise PlanError(
+            f"{structure.architecture} is a draft of its own, which the scheme quantizes as it does a model; "
+            f"leave drafts='{choice}' (--drafts) out"
+        )
     if not drafts:
         if choice == "quantize":
             raise PlanError("the source has no draft layers to quantize; leave drafts='quantize' (--drafts) out")
         lost = number(promised(config), "draft layer")
         note = f"config.json promises {lost}, of which the source has no tensor: the output promises none"
         return structure, (note,) if promised(config) else ()
-    count = len({at for at, _ in drafts.values() if at >= 0}) or 1
-    what = f"{number(count, 'draft layer')}, {number(len(drafts), 'tensor')},"
-    be = "is" if count == 1 else "are"
+    what, be = _counted(drafts)
     if choice is None:
-        return structure, (f"{what} {be} left out: target {target} has no place for {'it' if count == 1 else 'them'}",)
+        return structure, (f"{what} {be} left out: target {target} has no place for {'it' if be == 'is' else 'them'}",)
     if choice == "drop":
         return structure, (f"{what} {be} left out, and config.json promises none (--drafts drop)",)
-    if not promised(config) and not any("mtp" in name for name in drafts):
-        return structure, (f"{what} {be} left out: config.json promises none, and servers would refuse them",)
+    quantizes = choice == "quantize"
+    notes: tuple[str, ...] = ()
+    if extra := unpromised(config, drafts):
+        what, be = _counted({name: drafts[name] for name in extra})
+        why = f"config.json promises {promised(config) or 'none'}, and servers would refuse more"
+        notes = (f"{what} {be} left out: {why}",)
+        if quantizes and len(extra) == len(drafts):
+            raise PlanError(
+                f"{what} {be} not quantized: {why}; leave drafts='quantize' (--drafts) out, or set "
+                "num_nextn_predict_layers in config.json"
+            )
+        drafts = {name: place for name, place in drafts.items() if name not in extra}
+        if not drafts:
+            return structure, notes
+        what, be = _counted(drafts)
     if missing := fold_layers(lacking(config, specs)):
         raise PlanError(
-            "\n  ".join(["the source lacks a part of the draft layers that config.json promises:", *missing])
+            "\n  ".join(["the source has not all tensors of its draft layers:", *missing])
             + "\n  get the whole checkpoint, or use drafts='drop' (--drafts drop)"
         )
-    quantizes = choice == "quantize"
     whole = _with_sites(structure, specs, config, drafts, quantizes)
     if quantizes and all(site.keep for site in whole.sites[len(structure.sites) :]):
         raise PlanError(
@@ -129,9 +164,20 @@ def with_drafts(structure: Structure, source: Source, options: Any, target: str)
             "take; use drafts='keep' (--drafts keep)"
         )
     if quantizes:
-        return whole, (f"{what} {be} quantized as the layers before, rounded to nearest (--drafts quantize)",)
+        return whole, (*notes, f"{what} {be} quantized as the layers before, rounded to nearest (--drafts quantize)")
     stored = "copied as stored" if source.quantized is None else "copied, with codes if those of the source are copied"
-    return whole, (f"{what} {be} {stored} (--drafts keep)",)
+    return whole, (*notes, f"{what} {be} {stored} (--drafts keep)")
+
+
+def module_of(name: str) -> str:
+    """The module of a weight, or of its codes under the names of other formats; else the name."""
+    return _WEIGHT.sub("", name)
+
+
+def _counted(drafts: Mapping[str, tuple[int, str]]) -> tuple[str, str]:
+    """How many layers and tensors, and the verb for so many layers."""
+    count = len({at for at, _ in drafts.values() if at >= 0}) or 1
+    return f"{number(count, 'draft layer')}, {number(len(drafts), 'tensor')},", "is" if count == 1 else "are"
 
 
 def check_choice(choice: str, scheme: Scheme | None) -> None:
@@ -263,6 +309,39 @@ def _asked_rows() -> list[tuple[re.Pattern[str], list[str]]]:
             pattern = pattern.replace(part, expression)
         patterns.append((re.compile(pattern), asked))
     return patterns
+
+
+def _joining(config: Mapping[str, Any]) -> list[str]:
+    """What joins hidden states and tokens in a class's draft layers: names of modules; [] of a class without a row."""
+    known = config.get("architectures")
+    name = str(known[0]) if isinstance(known, list) and known else ""
+    return next((words for begin, words in _exports("drafts").items() if name.startswith(begin)), [])
+
+
+def _parts_of(name: str) -> tuple[str, ...]:
+    """The module of a weight, codes or a stack of experts, or the name of a bias; scales belong to them."""
+    if _WEIGHT.search(name):
+        return (module_of(name),)
+    return (name,) if _BIAS.search(name) or _STACK.search(name) else ()
+
+
+def _as_stored(parts: set[str], have: set[str]) -> set[str]:
+    """What a layer of the model has, with experts as a draft layer has them: each with its own matrices, or stacked."""
+    stacks = {part for part in parts if _STACK.search(part)}
+    single = {match.groups() for part in have if (match := _SINGLE.fullmatch(part))}
+    if stacks and single:
+        count = 1 + max(int(expert) for _, expert, _ in single)
+        wanted = {f"{at}.{n}.{word}" for at, _, word in single for n in range(count)}
+        return parts - stacks | wanted
+    if not stacks and any(map(_STACK.search, have)):
+        blocks = {match[1] for part in parts if (match := _SINGLE.fullmatch(part))}
+        plain = {part for part in parts if not _SINGLE.fullmatch(part)}
+        return plain | {f"{block}.{word}" for block in blocks for word in ("gate_up_proj", "down_proj")}
+    return parts
+
+
+def _is_dense(parts: set[str]) -> bool:
+    return not any(map(_EXPERT_OF.search, parts)) and any(map(_DENSE.search, parts))
 
 
 def _is_projection(module: str) -> bool:

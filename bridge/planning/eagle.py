@@ -7,16 +7,19 @@ tokens of its vocabulary that the draft's has; without an embedding of its own, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from bridge.core.errors import PlanError
 from bridge.core.text import fold_layers
 from bridge.core.values import InputGroup, Site, Structure, TensorSpec
-from bridge.planning.drafts import DRAFT, UNMEASURED
+from bridge.planning.drafts import DRAFT, UNMEASURED, module_of
 from bridge.tables.architectures.match import architecture_of
 
-LAYER = re.compile(r"((?:model\.)?(?:midlayer|layers\.\d+))\.(.+)\.weight")
+Read = Callable[[str], np.ndarray[Any, np.dtype[Any]]]
+LAYER = re.compile(r"((?:model\.)?(?:midlayer|layers\.\d+))\.(.+)\.(?:weight|weight_packed|qweight)")
 # Matrix of a layer -> its role; those of a row read one input.
 ROLES = (
     {"self_attn.q_proj": "attn.q.weight", "self_attn.k_proj": "attn.k.weight", "self_attn.v_proj": "attn.v.weight"},
@@ -32,10 +35,13 @@ def is_eagle(config: Mapping[str, Any]) -> bool:
     return "Eagle3" in (name := architecture_of(config)) and "Llama" in name
 
 
-def eagle_structure(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Structure:
-    """Return the structure of an EAGLE-3 draft; PlanError lists all that is missing, unknown or does not fit."""
+def eagle_structure(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], read: Read) -> Structure:
+    """Return the structure of an EAGLE-3 draft; PlanError lists all that is missing, unknown or does not fit.
+
+    read: reads a tensor; `d2t` and `t2d` are, which have a number for each token.
+    """
     architecture = architecture_of(config)
-    if problems := fold_layers(_problems(config, specs)):
+    if problems := eagle_problems(config, specs, read):
         raise PlanError("\n  ".join([f"{architecture} is not a whole EAGLE-3 draft:", *problems]))
     sites, groups = [], []
     for at, layer in enumerate(_layers(specs)):
@@ -60,8 +66,30 @@ def _layers(specs: Mapping[str, TensorSpec]) -> list[str]:
     return list(dict.fromkeys(match[1] for name in specs if (match := LAYER.fullmatch(name))))
 
 
+def eagle_problems(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], read: Read) -> list[str]:
+    """What a draft lacks, and what of it does not fit; the tables of tokens are read if their shapes do."""
+    problems = fold_layers(_problems(config, specs))
+    return problems or list(_token_problems(config, specs, read))
+
+
+def _token_problems(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], read: Read) -> Iterator[str]:
+    """Tables of tokens that are not of one model: vLLM and SGLang add the number of a draft's token to its `d2t`."""
+    if "d2t" not in specs:
+        return
+    offsets, vocabulary = read("d2t").astype(np.int64), config.get("vocab_size")
+    tokens = offsets + np.arange(len(offsets))
+    outside = tokens[(tokens < 0) | (tokens >= vocabulary)] if isinstance(vocabulary, int) else tokens[:0]
+    if outside.size:
+        yield (
+            f"d2t maps {outside.size} of {tokens.size} tokens outside of the model's vocabulary of {vocabulary} "
+            f"(token {outside[0]}); d2t holds what is added to a token's number: get the whole checkpoint"
+        )
+    elif "t2d" in specs and not np.array_equal(np.flatnonzero(read("t2d")), np.unique(tokens)):
+        yield "t2d marks other tokens than those that d2t maps to; they are of two drafts"
+
+
 def _problems(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Iterator[str]:
-    have = {name.removeprefix("model.") for name in specs}
+    have = {f"{module_of(name)}.weight".removeprefix("model.") for name in specs}
     layers = [layer.removeprefix("model.") for layer in _layers(specs)]
     matrices = [name for row in ROLES for name in row]
     wanted = ["fc.weight", "norm.weight", "lm_head.weight"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 ERROR, LOSS, NOTE = "error", "silent loss", "note"
 
 FAULTS = {
+    "scales-invalid": ERROR,
     "global-scales": LOSS,
     "tensor-scales": NOTE,
     "input-scales-missing": ERROR,

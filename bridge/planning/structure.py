@@ -37,7 +37,7 @@ def structure_of(source: Source) -> Structure:
     if found := structure_by_table(source.config, source.specs):
         return found
     if is_eagle(source.config):
-        return eagle_structure(source.config, source.specs)
+        return eagle_structure(source.config, source.specs, source.read)
     structure_ = load_traced(source)
     if structure_ is None:
         check_versions("trt")

@@ -88,6 +88,8 @@ def make_options(target: Target, arguments: dict[str, Any]) -> Any:
     A dtype may be an object with the name of one: `torch.float16`.
     """
     known = {f.name: f for f in dataclasses.fields(target.Options)}
+    if "drafts" not in known and arguments.get("drafts") == "drop":  # what such a target does
+        arguments = {name: value for name, value in arguments.items() if name != "drafts"}
     for name, value in arguments.items():
         if name not in known:
             raise UsageError(f"target {target.name} has no option {name!r}; {nearest(name, known)}")

@@ -9,6 +9,8 @@ import numpy as np
 
 from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES
+from bridge.core.errors import SourceError
+from bridge.core.text import fold_layers
 from bridge.core.values import Slice, TensorSpec
 from bridge.planning.memory import PIECE
 from bridge.planning.plan import Step
@@ -30,6 +32,17 @@ def not_finite(files: Iterable[TensorReader]) -> Iterator[str]:
             kind, pieces = DTYPES[spec.dtype].storage, file.pieces(name, PIECE, buffers.piece)
             if _has_bad(spec, (piece.view(kind) for piece in pieces)):
                 yield name
+
+
+def with_values(lines: list[str], files: Iterable[TensorReader]) -> list[str]:
+    """Lines of a linter, and the tensors that hold NaN or infinity; an unreadable file is reported once."""
+    bad: list[str] = []
+    try:
+        for name in not_finite(files):
+            bad.append(name)
+    except SourceError as error:
+        lines += [line for line in [f"error [files] {error}"] if line not in lines]
+    return [*lines, *(f"error [values] {name}: holds NaN or infinity" for name in fold_layers(bad))]
 
 
 def first_not_finite(source: Source) -> str:

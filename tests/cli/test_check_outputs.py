@@ -11,7 +11,7 @@ import pytest
 
 import bridge
 from bridge.cli.check import check_path
-from bridge.core.errors import UsageError
+from bridge.core.errors import SourceError
 from bridge.core.formats.gguf import GgufFile
 from bridge.core.output.names import MANIFEST
 from tests import once
@@ -63,5 +63,5 @@ def test_what_is_wrong_in_a_gguf_file_is_told(tmp_path: Path) -> None:
     file.write_bytes(data[:2000])
     (problem,) = check_path(file)
     assert problem.fatal and "[files]" in problem.text
-    with pytest.raises(UsageError, match="no such file"):
+    with pytest.raises(SourceError, match="no such file"):
         check_path(tmp_path / "absent.gguf")

@@ -93,6 +93,7 @@ def test_other_targets_say_that_draft_layers_are_left_out(tmp_path: Path) -> Non
     assert f"1 draft layer, {len(drafts)} tensors, is left out: target trt has no place for it" in notes
     with pytest.raises(UsageError, match="target trt has no option 'drafts'"):
         bridge.plan(tmp_path / "model", "trt", "fp8", drafts="keep")
+    assert bridge.plan(tmp_path / "model", "trt", "fp8", drafts="drop").notes == notes
 
 
 def test_half_a_set_of_draft_tensors_is_refused(tmp_path: Path) -> None:
@@ -125,7 +126,9 @@ def test_codes_of_a_draft_layer_are_copied_with_their_scales(tmp_path: Path) -> 
     tensors, settings = load_file(tmp_path / "codes" / "model.safetensors"), config_of(tmp_path / "codes")
     settings["quantization_config"].pop("written_by")  # not DeepSeek's
     tensors["model.layers.2.eh_proj.weight"] = torch.randn(32, 64).bfloat16()
-    tensors |= {f"model.layers.2.{norm}.weight": torch.ones(32).bfloat16() for norm in ("enorm", "hnorm")}
+    tensors |= {
+        f"model.layers.2.{norm}.weight": torch.ones(32).bfloat16() for norm in ("enorm", "hnorm", "shared_head.norm")
+    }
     write(tmp_path / "two", tensors, settings | {"num_hidden_layers": 2, KEY: 1})
     bridge.convert(tmp_path / "two", "hf", out=tmp_path / "out", **options)
     written = load_file(tmp_path / "out" / "model.safetensors")
@@ -291,3 +294,62 @@ def test_a_program_that_reads_no_kept_draft_layer_is_given_the_remedy(tmp_path: 
         bridge.plan(tmp_path / "model", "hf", **given)
     for choice in ("quantize", "drop"):
         assert bridge.plan(tmp_path / "model", "hf", drafts=choice, **given).program == "sglang"
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"mimo_v2_flash"}))
+def test_no_tensor_of_a_draft_layer_may_lack(family: str, tmp_path: Path) -> None:
+    """vLLM's draft models make a parameter of each; but the embedding and head of their own, which are the model's."""
+    drafts = FAMILIES[family](tmp_path)
+    names, config = [*load_file(tmp_path / "model.safetensors")], config_of(tmp_path)
+    assert lacking(config, names) == []
+    accepted = {name for name in drafts if not lacking(config, [other for other in names if other != name])}
+    assert not {n for n in accepted if "embed_tokens" not in n and "shared_head.head" not in n}
+    begin = min((name.rpartition(".layers.")[0] for name in drafts if ".layers." in name), key=len, default="none")
+    layer = [name for name in names if not name.startswith(f"{begin}.layers.0.") or name not in drafts]
+    assert begin in ("model", "none") or lacking(config, layer)
+
+
+def test_half_a_draft_layer_that_no_config_promises_is_refused(tmp_path: Path) -> None:
+    """Qwen3-Next's config has no such number."""
+    drafts = FAMILIES["qwen3_next"](tmp_path)
+    tensors, config = load_file(tmp_path / "model.safetensors"), config_of(tmp_path)
+    del config[KEY], tensors["mtp.layers.0.mlp.experts.1.down_proj.weight"]
+    write(tmp_path, tensors, config)
+    with pytest.raises(PlanError, match=r"mlp\.experts\.1\.down_proj of draft layer 0(.|\n)*drafts='drop'"):
+        bridge.plan(tmp_path, "hf", "fp8_pc_pt")
+    assert any("mlp.experts.1.down_proj of draft layer 0" in finding for finding in lint(tmp_path))
+    write(tmp_path, {name: tensor for name, tensor in tensors.items() if name not in drafts}, config)
+    assert bridge.plan(tmp_path, "hf", "fp8_pc_pt").notes == () and not lint(tmp_path)
+
+
+def test_experts_of_a_draft_layer_may_be_stacked_where_the_models_are_not() -> None:
+    config = {"architectures": ["Qwen3_5MoeForCausalLM"], "num_hidden_layers": 1, "mtp_num_hidden_layers": 1}
+    joining = [f"mtp.{name}.weight" for name in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")]
+    stacked = [f"mlp.experts.{word}" for word in ("gate_up_proj", "down_proj")]
+    single = [f"mlp.experts.{n}.{word}_proj.weight" for n in (0, 1) for word in ("gate", "up", "down")]
+    for main, drafted, part in ((single, stacked, "experts.down_proj"), (stacked, single, "experts.0.up_proj")):
+        names = [*joining, *(f"model.layers.0.{n}" for n in main), *(f"mtp.layers.0.{n}" for n in drafted)]
+        assert lacking(config, names) == []
+        lost = [n for n in names if not (n.startswith("mtp.") and part in n)]
+        assert lacking(config, lost) == [f"mlp.{part} of draft layer 0"]
+
+
+def test_layers_after_the_last_that_no_config_counts_are_left_out(tmp_path: Path) -> None:
+    FAMILIES["glm4_moe"](tmp_path / "model")
+    tensors, config = load_file(tmp_path / "model" / "model.safetensors"), config_of(tmp_path / "model")
+    more = {name.replace("layers.2.", "layers.3."): t.clone() for name, t in tensors.items() if "layers.2." in name}
+    write(tmp_path / "two", tensors | more, config)
+    plan = bridge.plan(tmp_path / "two", "hf", "int8_wo", drafts="quantize")
+    assert not [output for output in plan.outputs if "layers.3." in output.spec.name]
+    assert f"1 draft layer, {len(more)} tensors, is left out: config.json promises 1" in str(plan.notes)
+    write(tmp_path / "none", tensors, config | {KEY: 0})
+    with pytest.raises(PlanError, match=r"promises none(.|\n)*set num_nextn_predict_layers"):
+        bridge.plan(tmp_path / "none", "hf", "int8_wo", drafts="quantize")
+
+
+def test_the_config_beside_a_gguf_file_promises_what_the_file_has(tmp_path: Path) -> None:
+    FAMILIES["glm4_moe"](tmp_path / "model")
+    for choice, count in (("keep", 1), ("drop", 0)):
+        options: dict[str, Any] = {"drafts": choice, "progress": False, "verify": False}
+        bridge.convert(tmp_path / "model", "gguf", out=tmp_path / choice, **options)
+        assert config_of(tmp_path / choice)[KEY] == count

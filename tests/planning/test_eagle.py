@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import bridge
+from bridge.cli.check import check_path
 from bridge.core.errors import PlanError, SchemeError
 from bridge.targets.hf.lint import lint
 from tests.models.draft_families import Tensors, write
@@ -36,7 +38,7 @@ def draft() -> Tensors:
     shapes |= {"fc": (HIDDEN, 3 * HIDDEN), "lm_head": (OWN, HIDDEN)}
     tensors = {f"{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     tensors |= {f"{name}.weight": torch.ones(HIDDEN) for name in NORMS}
-    return tensors | {"d2t": torch.arange(OWN), "t2d": torch.arange(VOCABULARY) < OWN}
+    return tensors | {"d2t": torch.zeros(OWN, dtype=torch.int64), "t2d": torch.arange(VOCABULARY) < OWN}
 
 
 @pytest.mark.parametrize("spelled", ["modelopt", "compressed-tensors"])
@@ -62,7 +64,8 @@ def test_a_changed_table_of_tokens_is_found(tmp_path: Path) -> None:
     bridge.convert(tmp_path / "draft", "hf", "int8_wo", tmp_path / "out", progress=False, verify=False)
     assert bridge.verify(tmp_path / "out", against=tmp_path / "draft").passed
     written = load_file(tmp_path / "out" / "model.safetensors")
-    written["d2t"][3] += 1
+    written["d2t"][-1] += 1
+    written["t2d"][-17:-15] = torch.tensor([False, True])
     save_file(written, tmp_path / "out" / "model.safetensors", {"format": "pt"})
     report = bridge.verify(tmp_path / "out", against=tmp_path / "draft")
     assert not report.passed and "d2t" in str(report)
@@ -74,6 +77,13 @@ def test_a_changed_table_of_tokens_is_found(tmp_path: Path) -> None:
         (["d2t", "t2d"], {}, "lm_head has 48 tokens and the model's vocabulary 64, but d2t"),
         ([], {"d2t": torch.arange(40)}, r"d2t has shape \(40,\), and lm_head 48 tokens"),
         ([], {"t2d": torch.zeros(70, dtype=torch.bool)}, r"t2d has shape \(70,\), and config.json says vocab_size 64"),
+        (
+            [],
+            {"d2t": torch.full((OWN,), 20)},
+            r"d2t maps 4 of 48 tokens outside of the model's vocabulary of 64 \(token 64",
+        ),
+        ([], {"d2t": -torch.ones(OWN, dtype=torch.int64)}, r"d2t maps 1 of 48 tokens outside"),
+        ([], {"d2t": torch.ones(OWN, dtype=torch.int64)}, r"t2d marks other tokens than those that d2t maps to"),
         (["fc.weight", "midlayer.mlp.up_proj.weight"], {}, r"fc\.weight is missing(.|\n)*mlp\.up_proj\.weight is miss"),
     ],
 )
@@ -81,9 +91,19 @@ def test_a_draft_that_is_not_whole_is_refused(lost: list[str], changed: Tensors,
     write(tmp_path / "draft", {n: t for n, t in (draft() | changed).items() if n not in lost}, CONFIG)
     with pytest.raises(PlanError, match=message):
         bridge.plan(tmp_path / "draft", "hf", "int8_wo")
+    assert re.search(message, "\n".join(lint(tmp_path / "draft")))
+    (problem,) = [found for found in check_path(tmp_path / "draft") if found.fatal]
+    assert "error [drafts]" in problem.text and re.search(message.split("(.|")[0], problem.text)
 
 
 def test_inputs_of_a_draft_of_its_own_cannot_be_measured(tmp_path: Path) -> None:
     write(tmp_path / "draft", draft(), CONFIG)
     with pytest.raises(SchemeError, match="inputs cannot be measured; use a scheme without stored scales"):
         bridge.plan(tmp_path / "draft", "hf", "fp8")
+
+
+@pytest.mark.parametrize("choice", ["quantize", "drop"])
+def test_a_draft_of_its_own_has_no_choice(choice: str, tmp_path: Path) -> None:
+    write(tmp_path / "draft", draft(), CONFIG)
+    with pytest.raises(PlanError, match=f"a draft of its own, which the scheme quantizes(.|\n)*drafts='{choice}'"):
+        bridge.plan(tmp_path / "draft", "hf", "int8_wo", drafts=choice)

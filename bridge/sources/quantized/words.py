@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge.core.text import number
 from bridge.core.values import Format, Numeric, TensorSpec
 from bridge.quant.codec.blocks import IN_INT32
 from bridge.sources.quantized import fields as words
@@ -137,6 +138,11 @@ def _misfit(
         return why
     if zeros is None and packed != "awq" and not section.get("sym", True):
         return "sym is false in quantization_config, but its zero points (qzeros) are missing"
+    if numeric.block and -(-in_ // numeric.block[0]) != scale.shape[0]:
+        return (
+            f"quantization_config says group_size {numeric.block[0]}, but scales has {number(scale.shape[0], 'group')} "
+            f"of its {in_} columns; write the group_size there that the tensors have"
+        )
     if order is not None:
         block = (numeric.block or (in_,))[0]
         if order.shape != (in_,):

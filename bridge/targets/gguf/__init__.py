@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.errors import PlanError, SourceError
 from bridge.core.text import nearest
 from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec
+from bridge.planning.drafts import promised, without_promise
 from bridge.planning.plan import PASSTHROUGH, Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.quant.codec.ggml_library import INSTALL, is_installed
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, write_checkpoint
-from bridge.targets.config_json import generation_problems
+from bridge.targets.config_json import config_json, generation_problems
 from bridge.targets.gguf.encodings import FILE_TYPES, block_type, why_unsupported
 
 if TYPE_CHECKING:
@@ -173,7 +174,13 @@ class Gguf(StreamedTarget):
         return runtime.Generator(directory / "model.gguf")
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
-        return write_checkpoint(context, directory, {})
+        from bridge.targets.gguf.metadata import NEXTN
+
+        plan, config = context.plan, context.source.config
+        dropped = promised(config) and not any(NEXTN in output.spec.name for output in plan.outputs)
+        changed = dropped and "config.json" in plan.side_files
+        files = {"config.json": config_json(without_promise(config, ()), None, False)} if changed else {}
+        return write_checkpoint(context, directory, files)
 
 
 def _vocabulary_problem(choice: str, scheme: Scheme | None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,6 +19,7 @@ from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.text import fold_layers
 from bridge.core.values import TensorSpec
 from bridge.planning.drafts import lacking
+from bridge.planning.eagle import eagle_problems, is_eagle
 from bridge.sources.config_json import read_json
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.targets.hf.shards import Names, names_for
@@ -35,10 +36,11 @@ class Rule(NamedTuple):
     entry: bool = False
 
 
-PROMISED = (
-    "error [drafts] config.json promises draft layers that are not whole: {what}; set the number to 0, or convert the "
-    "whole checkpoint"
+DRAFTS = (
+    "error [drafts] draft layers are not whole: {what}; convert the whole checkpoint, or with drafts='drop' "
+    "(--drafts drop)"
 )
+ABSENT = "error [config] hf_quant_config.json cannot be read: there is none"
 RULES = {
     "FP8": Rule("float8_e4m3fn", "float32", "tensor", entry=True),
     "FP8_PER_CHANNEL_PER_TOKEN": Rule("float8_e4m3fn", "float32", "channel"),
@@ -73,13 +75,16 @@ def lint(directory: Path) -> list[str]:
     holder = {name: file for file in files.values() for name in file.specs}
     specs = {name: file.specs[name] for name, file in holder.items()}
     findings = list(_index(directory, {name: list(file.specs) for name, file in files.items()}, names_for(config)))
-    findings += [PROMISED.format(what=what) for what in lacking(config, specs)]
+    findings += [DRAFTS.format(what=what) for what in lacking(config, specs)]
+    if config.get("architectures") and is_eagle(config):
+        problems = eagle_problems(config, specs, lambda name: holder[name].read(name))
+        findings += [f"error [drafts] {problem}" for problem in problems]
     section = config.get("quantization_config")
     if section is None:
         stray = [name for name in specs if name.endswith(SCALES)]
         findings += [f"error [config] {name}: a scale, but config.json has no quantization_config" for name in stray]
     elif section.get("quant_method") == "modelopt":
-        findings += () if is_diffusion(config) else _config(directory, section)
+        findings += () if is_diffusion(config) else _config(directory, section, specs)
         findings += _modules(section, specs | _experts(specs))
         findings += _scalars(holder)
     else:
@@ -111,13 +116,20 @@ def _index(directory: Path, files: Mapping[str, list[str]], known: Names) -> Ite
             what = ", ".join(files) or "no weights"
             yield f"error [index] {what}: without {known.index} only {known.single} is loaded"
         return
-    weight_map = json.loads(path.read_text()).get("weight_map")
+    try:
+        weight_map = read_json(path).get("weight_map")
+    except SourceError as error:
+        yield f"error [index] {error}; get it again, or remove it and let `qbridge repair` write one"
+        return
     if weight_map != {name: file for file, tensors in files.items() for name in tensors}:
         yield f"error [index] {known.index} and the headers of the files disagree"
 
 
-def _config(directory: Path, section: Mapping[str, Any]) -> Iterator[str]:
+def _config(directory: Path, section: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
     """Both JSON files exist, name a producer and agree."""
+    if not (directory / "hf_quant_config.json").exists():
+        yield ABSENT
+        return
     try:
         own = json.loads((directory / "hf_quant_config.json").read_text())
         inner = own["quantization"]
@@ -128,10 +140,17 @@ def _config(directory: Path, section: Mapping[str, Any]) -> Iterator[str]:
         yield "error [config] hf_quant_config.json: producer needs a name and a version"
     pairs = (("quant_algo", "quant_algo"), ("ignore", "exclude_modules"), ("quantized_layers", "quantized_layers"))
     for ours, theirs in pairs:
-        if (section.get(ours) or None) != (inner.get(theirs) or None):
+        one, other = section.get(ours) or None, inner.get(theirs) or None
+        if one != other and not (ours == "ignore" and _listed(one, names) == _listed(other, names)):
             yield f"error [config] {ours} of config.json and {theirs} of hf_quant_config.json disagree"
     if bool(section.get("kv_cache_scheme")) != bool(inner.get("kv_cache_quant_algo")):
         yield "error [config] only one of config.json and hf_quant_config.json names a quantized KV cache"
+
+
+def _listed(entries: Any, names: Iterable[str]) -> set[str]:
+    """The modules that a list with wildcards names."""
+    words = [word for word in entries or () if isinstance(word, str)]
+    return {m for m in {name.rpartition(".")[0] for name in names} if any(fnmatchcase(m, word) for word in words)}
 
 
 def _modules(section: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Iterator[str]:

@@ -31,6 +31,7 @@ SINGLE = "model.safetensors"
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 BEFORE = ("module.", "base_model.model.")  # DDP and DeepSpeed, PEFT
 OTHERS = ("adapter", "consolidated")  # how files of other checkpoints in the same directory begin
+PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}  # of AutoRound -> whose tensors those are
 _NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
@@ -95,8 +96,12 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> QuantizedTensors:
         """The quantized modules, and what does not fit together; none of a kind that is not known."""
+        config, section = self.config, self.config.get("quantization_config")
+        method = PACKINGS.get(str(section.get("packing_format"))) if isinstance(section, dict) else None
+        if section and method and not _is_mixed(section.get("extra_config")):
+            config = config | {"quantization_config": section | {"quant_method": method}}
         try:
-            result = dequantized(self.directory, self.config, self.weights)
+            result = dequantized(self.directory, config, self.weights)
         except BridgeError as error:
             return QuantizedTensors(problems=(str(error),))
         return result.tensors if result else QuantizedTensors()
@@ -180,6 +185,12 @@ def _read(directory: Path, index: dict[str, Any] | None) -> list[str]:
 def _placed(index: dict[str, Any] | None) -> Mapping[str, str]:
     weight_map = (index or {}).get("weight_map")
     return {k: str(file) for k, file in weight_map.items()} if isinstance(weight_map, dict) else {}
+
+
+def _is_mixed(extra: Any) -> bool:
+    """Whether entries of AutoRound give modules other bits or groups; those of 16 bits have no codes."""
+    rows = [row for row in extra.values() if isinstance(row, Mapping)] if isinstance(extra, Mapping) else []
+    return any(row.get("bits") != 16 for row in rows)
 
 
 def _json(file: Path) -> dict[str, Any] | None:

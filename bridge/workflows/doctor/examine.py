@@ -11,16 +11,19 @@ from pathlib import Path
 
 from bridge.core.errors import SourceError
 from bridge.planning.contract_files import load_runtime
-from bridge.workflows.doctor import model, modules, scales
+from bridge.targets.hf.lint import ABSENT, lint
+from bridge.verification.finite import with_values
+from bridge.workflows.doctor import model, modules, scales, weight_scales
 from bridge.workflows.doctor.checkpoint import Checkpoint, open_checkpoint
 from bridge.workflows.doctor.finding import SERVING, Finding
 
 RULES = (
-    model.files, model.memory_names, modules.leftover, modules.parts, modules.ignore_lists, scales.global_scales,
-    scales.input_scales, scales.cache_scales, model.draft_layers, model.output_head, modules.ranks,
+    model.files, model.memory_names, modules.leftover, modules.parts, modules.ignore_lists, weight_scales.weight_scales,
+    scales.global_scales, scales.input_scales, scales.cache_scales, model.draft_layers, model.output_head,
+    modules.ranks,
 )  # fmt: skip
 SAID = ("index", "drafts", "ignore", "kv", "tensors", "input_scale", "leftover")  # codes of `bridge.targets.hf.lint`
-_CODE = re.compile(r"error \[(.+?)\] ")
+_CODE, _SECOND = re.compile(r"error \[(.+?)\] "), re.compile(r"^error \[scale\] .*weight_scale_2: ")
 
 
 def examine(checkpoint: Checkpoint) -> list[Finding]:
@@ -36,6 +39,11 @@ def examined(directory: Path) -> list[Finding] | None:
         return [finding.at(directory) for finding in examine(open_checkpoint(directory))]
     except SourceError:
         return None
+
+
+def lines(checkpoint: Checkpoint) -> list[str]:
+    """What the linter says beside the findings, and the tensors that hold NaN or infinity."""
+    return others(with_values(lint(checkpoint.directory), checkpoint.files.values()))
 
 
 def served(directory: Path) -> str:
@@ -57,6 +65,7 @@ def served(directory: Path) -> str:
     return "; ".join([f"loads in {named}", *(f"not in {text}" for text in refused)])
 
 
-def others(lines: Iterable[str]) -> list[str]:
-    """The linter's lines on what no rule looks at."""
-    return [line for line in lines if not ((code := _CODE.match(line)) and code[1] in SAID)]
+def others(told: Iterable[str]) -> list[str]:
+    """The linter's lines on what no rule looks at; vLLM and SGLang read config.json before hf_quant_config.json."""
+    told = [line for line in told if line != ABSENT]
+    return [line for line in told if not ((code := _CODE.match(line)) and (code[1] in SAID or _SECOND.search(line)))]

@@ -67,6 +67,7 @@ class Finding:
         yield self.told
         programs = self.programs()
         yield from (f"{program}: {does}" for program, does in programs.items() if does != NOT_SHOWN)
-        if silent := [program for program, does in programs.items() if does == NOT_SHOWN]:
+        silent = [program for program, does in programs.items() if does == NOT_SHOWN]
+        if silent and len(silent) < len(programs):
             yield f"{', '.join(silent)}: {NOT_SHOWN}"
         yield f"mend: {self.mend}"

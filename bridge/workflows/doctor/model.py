@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bridge.core.errors import BridgeError
-from bridge.core.text import SHOWN, first_of, fold_layers, named
-from bridge.planning.drafts import drafts_among, lacking, promised
+from bridge.core.text import SHOWN, first_of, fold_layers, listed, named, number
+from bridge.planning.drafts import drafts_among, lacking, promised, unpromised
+from bridge.planning.eagle import eagle_problems, is_eagle
 from bridge.sources.opening import open_source
 from bridge.streaming.run import equal_bits
 from bridge.tables.architectures.arch import arch_file, row_names
@@ -40,16 +41,22 @@ def fit(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def draft_layers(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Draft layers that the config promises and the files lack, and those that it does not promise."""
+    """Draft layers and drafts of EAGLE that are not whole, and layers that the config does not promise."""
+    if checkpoint.config.get("architectures") and is_eagle(checkpoint.config):
+        if problems := eagle_problems(checkpoint.config, checkpoint.specs, checkpoint.weights.read):
+            yield Finding("drafts", str(listed("", problems)).removeprefix(": "), (), AGAIN)
+        return
     if missing := lacking(checkpoint.config, checkpoint.specs):
-        what = f"the config promises draft layers that are not whole: {first_of(fold_layers(missing), SHOWN)}"
+        said = "the config promises draft layers that" if promised(checkpoint.config) else "draft layers"
+        what = f"{said} are not whole: {first_of(fold_layers(missing), SHOWN)}"
         none = not drafts_among(checkpoint.specs, checkpoint.config)
         yield Finding("drafts", what, (), COMMAND if none else f"{AGAIN}, or remove the rest of the layer", none)
     drafts = drafts_among(checkpoint.specs, checkpoint.config)
-    if drafts and not promised(checkpoint.config) and not any("mtp" in name for name in drafts):
-        what = "is of a layer after the last, and the config promises no draft layer"
-        mend = "add num_nextn_predict_layers to config.json if it drafts; `qbridge convert` leaves the layer out"
-        yield Finding("drafts-unpromised", what, tuple(drafts), mend)
+    if extra := unpromised(checkpoint.config, drafts):
+        count = number(promised(checkpoint.config), "draft layer")
+        what = f"is of a layer after those that the config counts: it promises {count}"
+        mend = "set num_nextn_predict_layers in config.json if it drafts; `qbridge convert` leaves the layer out"
+        yield Finding("drafts-unpromised", what, tuple(extra), mend)
 
 
 def heads(checkpoint: Checkpoint) -> tuple[str, str]:
@@ -125,7 +132,7 @@ def files(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding("index", what, (), "keep one of them")
     elif others := [name for name in beside if not name.startswith(OTHERS)]:
         what = f"{INDEX} does not name it" if checkpoint.index is not None else f"not read beside {named(shards)}"
-        yield Finding("other-files", what, tuple(others), "none needed: `repair` leaves it out")
+        yield Finding("other-files", what, tuple(others), "none needed: no program reads it")
     whole = {*shards} == {SINGLE} and {*placed} <= {*shards[SINGLE].specs}
     if lost:
         what = f"{INDEX} names {named(lost)}, which are not in the directory"

@@ -26,6 +26,7 @@ LISTS = {
     "awq": ("modules_to_not_convert",),
 }
 CODES = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int32")
+KNOWN = (*LISTS, "gptq", "auto-round", "mxfp4", "bitsandbytes", "fbgemm_fp8")
 PACKED = ("weight_packed", "qweight")
 RANKS = (2, 4, 8)
 _PLAIN = re.compile(r"[\w.\-/]*")  # entries without patterns
@@ -154,21 +155,30 @@ def mended(checkpoint: Checkpoint) -> list[str]:
     return right + unnamed(checkpoint, right)
 
 
+def has_codes(checkpoint: Checkpoint) -> bool:
+    """Whether a tensor may hold codes, by its dtype or name."""
+    return any(spec.dtype in CODES or name.endswith(PACKED) for name, spec in checkpoint.specs.items())
+
+
 def leftover(checkpoint: Checkpoint) -> Iterator[Finding]:
     """A config that says that weights are quantized, of which none is, and neither are keys and values."""
-    known = (*LISTS, "gptq", "auto-round", "mxfp4", "bitsandbytes", "fbgemm_fp8")
-    codes = [name for name, spec in checkpoint.specs.items() if spec.dtype in CODES or name.endswith(PACKED)]
     cache = (
         checkpoint.section.get("kv_cache_scheme") or declared(checkpoint) or any(map(is_cache_scale, checkpoint.specs))
     )
-    if checkpoint.method in known and not checkpoint.modules and not codes and not cache:
+    if checkpoint.method in KNOWN and not checkpoint.modules and not has_codes(checkpoint) and not cache:
         what = f"the config says that weights are quantized ({checkpoint.method}), and no tensor holds codes"
         yield Finding("leftover", what, repairs=True)
 
 
 def parts(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Tensors of quantized modules that are missing or misshapen, and layouts that are not read here."""
-    unread = checkpoint.tensors.unread
+    unread, method = checkpoint.tensors.unread, checkpoint.method
+    if (
+        not checkpoint.tensors.used
+        and not checkpoint.tensors.problems
+        and (has_codes(checkpoint) if method in KNOWN else method)
+    ):
+        unread = (f"tensors of quant_method {method!r}",)
     if problems := [problem for problem in checkpoint.tensors.problems if problem not in unread]:
         what = str(listed("", problems)).removeprefix(": ")
         yield Finding("tensors", what, (), "get the checkpoint again, or quantize the model again")

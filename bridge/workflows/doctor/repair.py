@@ -30,7 +30,7 @@ from bridge.targets.checkpoint import StreamedTarget
 from bridge.targets.hf.shards import index
 from bridge.targets.write import write_side_file
 from bridge.workflows.doctor.checkpoint import INDEX, SINGLE, Checkpoint, is_checkpoint, open_checkpoint
-from bridge.workflows.doctor.examine import examine
+from bridge.workflows.doctor.examine import examine, lines
 from bridge.workflows.doctor.finding import Finding
 from bridge.workflows.doctor.mend import Mending, mend
 from bridge.workflows.doctor.model import total_size
@@ -41,8 +41,8 @@ from bridge.workflows.doctor.rescale import Rescaled, error
 class Repaired:
     """What `repair` wrote to `out`. `mended`, `left`: findings before it, and those of the output.
 
-    `losses`: module -> the relative L2 error of its weight, of those that were rescaled. `dropped`: file -> why it was
-    not copied.
+    `lines`: what the linter says of the output beside them, as `qbridge check` prints it. `losses`: module -> the
+    relative L2 error of its weight, of those that were rescaled. `dropped`: file -> why it was not copied.
     """
 
     out: str
@@ -50,14 +50,16 @@ class Repaired:
     left: tuple[Finding, ...]
     losses: dict[str, float]
     dropped: dict[str, str]
+    lines: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
         """Whether no fault is left that a program would stumble over."""
-        return not any(finding.fatal for finding in self.left)
+        return not self.lines and not any(finding.fatal for finding in self.left)
 
     def to_dict(self) -> dict[str, Any]:
         known = {"out": self.out, "passed": self.passed, "losses": self.losses, "dropped": self.dropped}
+        known["lines"] = list(self.lines)
         return known | {name: [f.to_dict() for f in getattr(self, name)] for name in ("mended", "left")}
 
     def to_json(self) -> str:
@@ -76,8 +78,9 @@ class Repaired:
                 f"relative error of a weight is {self.losses[worst]:.2g}, of {worst}"
             )
         yield from (f"not copied: {name}: {why}" for name, why in self.dropped.items())
-        yield from (f"left: {finding}" for finding in self.left)
-        yield f"{self.out}: written, every tensor compared with its file; {number(len(self.left), 'finding')} left"
+        left = (*self.lines, *self.left)
+        yield from (f"left: {finding}" for finding in left)
+        yield f"{self.out}: written, every tensor compared with its file; {number(len(left), 'finding')} left"
 
 
 @shows_progress
@@ -122,9 +125,10 @@ def repair(
     sides = plain_side_files(source, checkpoint.weights)
     with output_directory(target, _identity(checkpoint), overwrite=overwrite, resume=resume, mark=REPAIR) as work:
         _write(checkpoint, mending, sides, work, callback)
-        losses, left = _verified(checkpoint, mending, open_checkpoint(work.directory), callback)
+        written = open_checkpoint(work.directory)
+        losses, left = _verified(checkpoint, mending, written, callback)
         mended = tuple(finding for finding in findings if finding.repairs)
-        result = Repaired(str(out), mended, tuple(left), losses, dict(sides.dropped))
+        result = Repaired(str(out), mended, tuple(left), losses, dict(sides.dropped), tuple(lines(written)))
         record = {"qbridge": __version__, "made_from": str(source), **result.to_dict()}
         write_side_file((json.dumps(record, indent=2) + "\n").encode(), work.directory / REPAIR)
     return result
@@ -136,8 +140,8 @@ def _mendable(checkpoint: Checkpoint) -> list[Finding]:
     if stuck := next((finding for finding in findings if finding.rule == "index" and not finding.repairs), None):
         raise UsageError(f"{source}: {stuck.told}; {stuck.mend} first; nothing was written")
     if not any(finding.repairs for finding in findings):
-        found = number(len(findings), "finding")
-        more = f"; `qbridge check {source}` says what mends the {found}" if findings else ""
+        found = [*findings, *lines(checkpoint)]
+        more = f"; `qbridge check {source}` says what mends the {number(len(found), 'finding')}" if found else ""
         raise UsageError(f"{source}: nothing that can be mended without the source{more}; nothing was written")
     return findings
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import bridge
-from bridge.targets.hf.lint import PROMISED, lint
+from bridge.targets.hf.lint import DRAFTS, lint
 from tests.models import decoder_families
 from tests.models.export_families import build, tokens
 from tests.oracles import export_oracle as oracle
@@ -56,7 +56,7 @@ def test_lint_finds_what_breaks_the_contract(written: Path, tmp_path: Path) -> N
 
 def test_a_parameter_of_the_model_that_is_called_a_scale_is_none_of_a_weight(tmp_path: Path) -> None:
     decoder_families.build("DeepseekV4ForCausalLM").save_pretrained(tmp_path)  # hc_attn_scale
-    assert lint(tmp_path) == [PROMISED.format(what="of 1 draft layer no tensor is there")]
+    assert lint(tmp_path) == [DRAFTS.format(what="of 1 draft layer no tensor is there")]
     (tmp_path / "model.safetensors").unlink()
     save_file({"a.weight_scale": torch.ones(1)}, tmp_path / "model.safetensors")
     assert "error [config] a.weight_scale: a scale, but config.json has no quantization_config" in lint(tmp_path)

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from bridge.cli.check import check_path, loaded_by
+from bridge.cli.main import app
 from bridge.core.errors import TableError
 from bridge.core.mappings import parse_table
 from bridge.planning.contract_files import parse_runtime
@@ -290,3 +292,70 @@ def test_nan_is_found_in_files_of_any_name_that_the_index_names(tmp_path: Path) 
     save_file(held, broken / file, {"format": "pt"})
     save_file({"unread": torch.zeros(1)}, broken / "model-unread.safetensors")
     assert any("NaN" in problem.text and name in problem.text for problem in check_path(broken))
+
+
+def test_a_group_size_that_the_scales_contradict_is_an_error(tmp_path: Path) -> None:
+    """It was taken for permuted columns, which servers may load."""
+    with oracle._quiet():
+        stored_checkpoints.llama(torch.float32).save_pretrained(tmp_path / "source")
+    served_checkpoints.write(tmp_path / "source", "gptq", tmp_path / "gptq")
+    edited(tmp_path / "gptq" / "config.json", lambda config: config["quantization_config"].update(group_size=64))
+    found = [p.text for p in check_path(tmp_path / "gptq") if p.fatal]
+    assert len(found) == 1 and "error [tensors]" in found[0]
+    assert "group_size 64, but scales has 2 groups of its 256 columns" in found[0]
+
+
+def test_config_json_alone_is_enough_of_modelopt(tmp_path: Path) -> None:
+    """vLLM and SGLang read `quantization_config` of config.json before hf_quant_config.json."""
+    good = made("experts", experts, tmp_path)
+    path = good / "hf_quant_config.json"
+    each = ["lm_head", *(f"model.layers.{n}.mlp.gate" for n in (0, 1))]
+    edited(good / "config.json", lambda config: config["quantization_config"].update(ignore=each))
+    edited(path, lambda content: content["quantization"].update(exclude_modules=["lm_head", "model.layers.*.mlp.gate"]))
+    assert not [problem.text for problem in check_path(good) if problem.fatal]
+    edited(path, lambda content: content["quantization"].update(exclude_modules=each[:2]))
+    assert [
+        p.text for p in check_path(good) if p.fatal and "exclude_modules of hf_quant_config.json disagree" in p.text
+    ]
+    path.unlink()
+    assert not [problem.text for problem in check_path(good) if problem.fatal]
+
+
+def test_files_of_autoround_are_read_and_unknown_ones_are_not_called_well(tmp_path: Path) -> None:
+    """AutoRound packs as GPTQModel does (`auto_round:auto_gptq`), under a name of its own."""
+    with oracle._quiet():
+        stored_checkpoints.llama(torch.float32, hidden_size=512, num_attention_heads=4).save_pretrained(
+            tmp_path / "source"
+        )
+    at = tmp_path / "autoround"
+    served_checkpoints.write(tmp_path / "source", "gptq", at)
+    name = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+    edited(at / "config.json", lambda config: config["quantization_config"].update(name))
+    assert "unread" not in rules(at)
+    up = "model.layers.0.mlp.up_proj"
+    extra = {"extra_config": {up: {"bits": 8}}}
+    edited(at / "config.json", lambda config: config["quantization_config"].update(extra))
+    assert "unread" in rules(at), "modules of other bits are not read"
+    edited(at / "config.json", lambda config: config["quantization_config"].update(extra_config={up: {"bits": 16}}))
+    retensored(at, lambda held: held.pop(f"{up}.scales"))
+    assert "tensors" in rules(at)
+    edited(at / "config.json", lambda config: config["quantization_config"].update(quant_method="super"))
+    edited(at / "config.json", lambda config: config["quantization_config"].pop("packing_format"))
+    (problem,) = check_path(at)
+    assert problem.finding and problem.finding["rule"] == "unread" and "'super'" in problem.text
+
+
+def test_notes_are_no_problems(tmp_path: Path) -> None:
+    broken = made("one-scale", one_scale, tmp_path)
+    retensored(broken, lambda held: held.update({"model.layers.2.eh_proj.weight": torch.ones(8, 16)}))
+    done = CliRunner().invoke(app, ["check", str(broken)])
+    assert done.exit_code == 0 and done.stdout.endswith(": 1 note\n") and "not shown" not in done.stdout
+    promises_drafts(broken)
+    edited_config(broken, tie_word_embeddings=True)
+    done = CliRunner().invoke(app, ["check", str(broken)])
+    assert done.exit_code == 1 and done.stdout.endswith(": 2 problems\n")
+
+
+def test_a_path_that_is_not_there_fails_as_in_other_verbs() -> None:
+    for words in (["check", "/nonexist"], ["plan", "/nonexist", "--target", "hf"]):
+        assert CliRunner().invoke(app, words).exit_code == 1

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import bridge
 from bridge.cli.check import check_path
 from bridge.cli.main import app
-from bridge.core.errors import UsageError, WriteError
+from bridge.core.errors import SourceError, UsageError, WriteError
 from bridge.core.output.names import REPAIR
 from tests import once
 from tests.blocks import ROOT
@@ -507,3 +507,30 @@ def test_a_killed_repair_leaves_nothing_or_goes_on(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(module, "write_side_file", written)
     bridge.repair(broken, tmp_path / "new")
     alike(tmp_path / "new", once.directory("doctor-plain", plain))
+
+
+def test_what_only_the_linter_says_is_left_too(tmp_path: Path) -> None:
+    """NaN, and two lists of ModelOpt that disagree."""
+    broken = made("plain", plain, tmp_path)
+    (file, *_) = sorted(broken.glob("*.safetensors"))
+    held = load_file(file)
+    next(iter(held.values())).view(-1)[3] = torch.nan
+    save_file(held, file, {"format": "pt"})
+    with pytest.raises(UsageError, match="what mends the 1 finding"):
+        bridge.repair(broken, tmp_path / "new")
+    promises_drafts(broken)
+    done = CliRunner().invoke(app, ["repair", str(broken), "--out", str(tmp_path / "new")])
+    assert done.exit_code == 3 and "left: error [values]" in done.stdout and "; 1 finding left" in done.stdout
+    assert [problem.text for problem in check_path(tmp_path / "new")] == [*bridge.repair(broken, tmp_path / "b").lines]
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", '{"weight_map": {'])
+def test_an_index_that_is_no_json_object_is_a_finding(content: str, tmp_path: Path) -> None:
+    broken = made("plain", plain, tmp_path)
+    (broken / "model.safetensors.index.json").write_text(content)
+    (problem,) = check_path(broken)
+    assert problem.fatal and "error [index] model.safetensors.index.json: " in problem.text
+    with pytest.raises(SourceError, match=r"model\.safetensors\.index\.json: "):
+        bridge.repair(broken, tmp_path / "new")
+    (broken / "model.safetensors.index.json").unlink()
+    assert bridge.repair(broken, tmp_path / "new").passed
