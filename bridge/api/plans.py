@@ -14,7 +14,7 @@ from bridge.core.text import byte_count, number
 from bridge.core.values import Structure, main_dtype
 from bridge.planning.contract_files import load_runtime, runtimes
 from bridge.planning.contracts import FUSED, Contract, Runtime, flag, verdict
-from bridge.planning.make import CHOSEN_CODES, PlanInputs, check_weights, incompatibilities, make_plan
+from bridge.planning.make import PlanInputs, check_weights, incompatibilities, make_plan
 from bridge.planning.memory import process_memory, stream_memory
 from bridge.planning.passthrough import passthrough_scheme
 from bridge.planning.plan import Plan
@@ -146,11 +146,8 @@ def plan_of(
             continue
         half = _dtype_for(contract, source, options)
         given = {**contract.options, **options, **half}
-        written = scheme if scheme is None or contract.reads_negative(scheme) else scheme.positive()
-        if scheme and written is not scheme and any(format_.ordered for format_ in scheme.formats):
-            refused.setdefault(CHOSEN_CODES, []).append(contract.flags(contract.target))
-            continue
-        inputs = _plan_inputs(source, structure, contract.target, written, given)
+        inputs = _plan_inputs(source, structure, contract.target, scheme, given)
+        inputs = replace(inputs, positive=bool(scheme and not contract.reads_negative(scheme)))
         try:
             plan = _checked(make_plan(inputs), inputs)
         except (PlanError, SchemeError) as error:
@@ -162,8 +159,7 @@ def plan_of(
         if not answer.why_not:
             rounds = f", which rounds inputs to {answer.inputs}" if answer.inputs else ""
             chosen = f", float32 as {half['dtype']} (--dtype)" if half else ""
-            signs = ", positive scales" if written is not scheme else ""
-            notes = (*plan.notes, f"for {program.title}{rounds}: {contract.flags()}{chosen}{signs}")
+            notes = (*plan.notes, f"for {program.title}{rounds}: {contract.flags()}{chosen}")
             plan = replace(plan, notes=notes, program=program.name)
             if not (scheme and _leaves_experts(plan)):
                 return plan

@@ -20,6 +20,7 @@ from bridge.planning.passthrough import PassthroughScheme
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
+from bridge.quant.describe import chosen_words
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.checkpoint import as_stored
 from bridge.sources.opening import open_source
@@ -290,8 +291,15 @@ def _importance_of(path: Path, plan_: Plan, scheme: Scheme | None) -> Calibratio
 
 def _check_codes(calib: Calibration, plan_: Plan, source: Source, structure: Structure) -> None:
     """CalibrationError if the codes or scales that a plan takes were chosen for other weights."""
-    if not any(step.format and step.format.chosen for step in plan_.quantized):
+    formats = {step.format for step in plan_.quantized if step.format and step.format.chosen}
+    if not formats:
         return
+    made = calib.provenance.codes.split(", ")
+    if calib.provenance.codes and (other := [one for form in formats if (one := chosen_words([form])) not in made]):
+        raise CalibrationError(
+            f"the calibration holds codes of {calib.provenance.codes}, and scheme {plan_.scheme} takes those of "
+            f"{other[0]}; calibrate for this scheme: quant={plan_.scheme!r} (--quant {plan_.scheme})"
+        )
     from bridge.calibration.algorithms.codes import digest_of_weights  # loads the kernels
 
     if calib.provenance.weights != digest_of_weights(source, structure, calib.chosen):

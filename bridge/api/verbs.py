@@ -15,7 +15,7 @@ from bridge.calibration.data import Sampling, check_compute
 from bridge.calibration.job import CalibrationJob
 from bridge.calibration.requirements import sampling_for, source_for
 from bridge.calibration.walk.workers.processes import joined
-from bridge.core.errors import TableError, UsageError, VerifyError
+from bridge.core.errors import CalibrationError, TableError, UsageError, VerifyError
 from bridge.core.mappings import KINDS, table_files
 from bridge.core.output.names import CALIBRATION
 from bridge.core.progress import Progress, no_progress
@@ -122,6 +122,8 @@ def fake_quantize(
     """
     from bridge.calibration.modelopt import fake_quantize as run
 
+    if scheme.not_simulated:
+        raise CalibrationError(f"scheme {scheme.name} has no fake-quantized model: {scheme.not_simulated}")
     source = open_source(model)
     sampling = sampling_for(Sampling(samples, sequence), scheme)
     prepared = replace(data_of(source, data, sampling), held_out=())

@@ -121,7 +121,9 @@ def calibrate(job: CalibrationJob) -> Calibration:
     if job.workers:
         return _calibrate_share(job, job.workers)
     strategy, weighted, made = choose_strategy(job), _weighted(scheme), None
-    spill = strategy.spill(job.partial) if strategy.blocks else None
+    # of our GPTQ the products of inputs of one block are held at a time, if nothing else drives the model
+    grams = any(form.ordered for form in scheme.formats) and job.data.forward_loop is None
+    spill = strategy.spill(job.partial) if strategy.blocks or grams else None
     job = replace(job, device=strategy.device) if strategy.blocks else job
     if strategy.blocks and (scheme.needs_modelopt or not weighted):
         from bridge.calibration.walk.options import Options
@@ -134,8 +136,6 @@ def calibrate(job: CalibrationJob) -> Calibration:
         return made
     from bridge.calibration.importance.matrix import measure_importance  # a run of its own, of the plain model
 
-    # the products of inputs of one block are held at a time, if nothing else drives the model
-    grams = any(form.ordered for form in scheme.formats) and job.data.forward_loop is None
     return measure_importance(job, added_to=made, by_blocks=strategy.blocks or grams, spill=spill)
 
 

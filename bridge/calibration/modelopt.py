@@ -60,6 +60,7 @@ from bridge.core.values import Structure
 from bridge.core.version import install as install_extra
 from bridge.core.version import loads_transformers, versions_of
 from bridge.quant.calibration import Calibration, HeldOut, Provenance
+from bridge.quant.describe import chosen_words
 from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_measured
 from bridge.sources.source import Source
 
@@ -125,6 +126,7 @@ def provenance_of(job: CalibrationJob, model: Any, used: Sequence[str] = PACKAGE
         samples=job.data.samples,
         sequence=job.data.sequence,
         versions=versions_of(used),
+        codes=chosen_words(job.scheme.formats),
     )
 
 
@@ -348,7 +350,7 @@ def simulates(scheme: Scheme) -> bool:
     """Whether ModelOpt's fake-quantized model runs on this machine."""
     import torch
 
-    return not scheme.simulation_needs_cuda or torch.cuda.is_available()
+    return not scheme.not_simulated and (not scheme.simulation_needs_cuda or torch.cuda.is_available())
 
 
 def fingerprint(structure: Structure, source: Source) -> str:

@@ -18,7 +18,7 @@ from bridge.calibration.algorithms.columns import BACKEND
 from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import CalibrationError
 from bridge.core.text import fold_layers
-from bridge.core.values import MSE, Format, Numeric, Site
+from bridge.core.values import BY_SIGN, MSE, Format, Numeric, Site
 
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
@@ -60,21 +60,26 @@ class QuantizerBinding:
 
 
 def known_formats(sites: Iterable[Site], scheme: Scheme) -> dict[str, Format | str]:
-    """Module -> its format, or why ModelOpt sees it unquantized: it does not have llama.cpp's own numerics.
+    """Module -> its format, or why ModelOpt sees it unquantized: it does not have llama.cpp's numerics, nor our rules.
 
     Nor does it see convolutions in blocks of weights, which no target writes: its answers are compared with those of
     what is written.
     """
     formats = {site.module: scheme.format_of(site) for site in sites}
-    searched = {m for m, form in formats.items() if isinstance(form, Format) and form.weight[0].dtype in SEARCHED}
+    searched = {m for m, form in formats.items() if isinstance(form, Format) and is_unknown(form)}
     unwritten = {
         site.module
         for site in sites
         if site.layout == "conv" and isinstance(form := formats[site.module], Format) and _is_in_blocks(form)
     }
     why = dict.fromkeys(unwritten, "convolution: block scales need a matrix")
-    why |= dict.fromkeys(searched, "coded by llama.cpp only")
+    why |= dict.fromkeys(searched, "coded without ModelOpt")
     return formats | why
+
+
+def is_unknown(form: Format) -> bool:
+    """Whether ModelOpt has no quantizer for the weights of a format."""
+    return form.weight[0].dtype in SEARCHED or form.weight[0].search in BY_SIGN
 
 
 def _is_in_blocks(form: Format) -> bool:

@@ -88,6 +88,9 @@ class LazyTensor:
 MSE, FOUR_OVER_SIX, EITHER, POSITIVE = SEARCHES = ("mse", "four_over_six", "either", "positive")
 
 
+BY_SIGN = (EITHER, POSITIVE)
+
+
 @dataclass(frozen=True)
 class Numeric:
     """A number format: the dtype of the codes and the values that share a scale.
@@ -165,7 +168,7 @@ class Format:
     @property
     def ordered(self) -> bool:
         """Whether calibration chooses codes column by column, those with the largest inputs first: our GPTQ."""
-        return self.algorithm == "gptq" and self.weight[0].search in (EITHER, POSITIVE)
+        return self.algorithm == "gptq" and self.weight[0].search in BY_SIGN
 
     @property
     def compensated(self) -> bool:

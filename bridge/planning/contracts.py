@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.core.text import fold_problems
-from bridge.core.values import EITHER, Format, main_dtype
+from bridge.core.values import EITHER, Format, main_dtype, with_positive_scales
 from bridge.planning.drafts import DRAFT
 from bridge.planning.joined_and_cut import (
     cut_blocks,
@@ -145,8 +145,9 @@ class Contract:
         return "" if alike else f"reads one format for all modules there, not {'; and '.join(map(explained, words))}"
 
     def reads_negative(self, scheme: Scheme) -> bool:
-        """Whether every row of a scheme's formats takes scales of either sign."""
-        rows = [self.loads.get(contract_words(format_)) for format_ in scheme.formats]
+        """Whether it takes scales of either sign in each format of a scheme that has such."""
+        signed = [format_ for format_ in scheme.formats if with_positive_scales(format_) != format_]
+        rows = [self.loads.get(contract_words(format_)) for format_ in signed]
         return all(row is None or row.scales == EITHER for row in rows)
 
     def written_by(self, plan: Plan) -> bool:
@@ -416,7 +417,7 @@ def _misfits(row: Row, step: Step, plan: Plan, followed: bool) -> Iterator[str]:
     """Why a matrix, which others may follow in a fused one, does not fit a row."""
     assert step.site and step.format
     if step.format.weight[0].search == EITHER and row.scales != EITHER:
-        yield "negative scales are not read (--for writes positive ones)"
+        yield "negative scales are not read (--for chooses positive ones, but for codes that are calibrated)"
     if (step.site.expert is not None or step.site.stacked) and not row.experts:
         yield "experts are not read in this format"
     out, inner = _out_in(step, plan)

@@ -32,7 +32,7 @@ from bridge.planning.target import Draft, Drafted, Planner
 from bridge.quant.schemes.scheme import Scheme, is_measured
 from bridge.sources.source import Source
 
-POSITIVE_SCALES = "scales stay positive, although the scheme takes either sign: this layout of {target} has no others"
+POSITIVE_SCALES = "scales stay positive, although the scheme takes either sign: {who} takes no others"
 CHOSEN_CODES = (
     "calibration chooses codes for scales of either sign, which this layout does not have; use int4:imatrix, or write "
     "compressed-tensors: --target hf --format compressed-tensors"
@@ -55,6 +55,8 @@ class PlanInputs:
     options: Any
     notes: tuple[str, ...] = ()
     """Sentences on draft layers, for the plan."""
+    positive: bool = False
+    """Whether the program that is asked for reads positive scales alone."""
 
     def refined(self) -> PlanInputs:
         """The same for quantizing: fused modules split, and a tied head its own tensor, no longer the embedding's.
@@ -117,10 +119,11 @@ def _drafted(inputs: PlanInputs, formats: Mapping[str, Format | str]) -> Drafted
     )  # fmt: skip
     drafted = target.draft(draft)
     dropped |= drafted.dropped
-    steps, positive = positive_where_unread(drafted.steps)
-    notes = [*drafted.notes, *([POSITIVE_SCALES.format(target=target.name)] if positive else [])]
-    ordered = [step.site.module for step in steps if step.site and step.format and step.format.ordered]
-    codes = [(module, CHOSEN_CODES) for module in ordered] if positive else []
+    steps = [_positive_where_unread(step, inputs.positive) for step in drafted.steps]
+    changed = [one for one, made in zip(drafted.steps, steps, strict=True) if one is not made and one.site]
+    who = "the program" if inputs.positive else f"what loads this layout of {target.name}"
+    notes = [*drafted.notes, *([POSITIVE_SCALES.format(who=who)] if changed else [])]
+    codes = [(one.site.module, CHOSEN_CODES) for one in changed if one.site and one.format and one.format.ordered]
     steps, not_copied = copied(steps, source.quantized, scheme)
     methods = _methods(inputs)
     problems = [*drafted.problems, *codes, *not_copied, *entry_problems(source.quantized, scheme, target.name, methods)]
@@ -133,13 +136,12 @@ def _drafted(inputs: PlanInputs, formats: Mapping[str, Format | str]) -> Drafted
     return replace(drafted, steps=steps, dropped=dropped, problems=problems, notes=notes)
 
 
-def positive_where_unread(steps: list[Step]) -> tuple[list[Step], bool]:
-    """The steps with positive scales where nothing that reads their layout takes negative ones; whether any changed."""
-    settled = [
-        replace(step, format=with_positive_scales(step.format)) if step.format and not step.coding.signed else step
-        for step in steps
-    ]
-    return settled, settled != steps
+def _positive_where_unread(step: Step, everywhere: bool) -> Step:
+    """A step with positive scales if nothing that reads its layout takes negative ones; else itself."""
+    if step.format is None or (step.coding.signed and not everywhere):
+        return step
+    format_ = with_positive_scales(step.format)
+    return step if format_ is step.format else replace(step, format=format_)
 
 
 def _methods(inputs: PlanInputs) -> tuple[str, ...]:
@@ -199,7 +201,9 @@ def _expert_notes(scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...]:
     if scheme and experts and scheme.format.clipped:
         return (f"experts are not clipped by {scheme.format.algorithm}, which sees single matrices, as in ModelOpt",)
     if scheme and scheme.format.chosen and (experts or any(site.stacked for site in sites)):
-        return (f"experts are rounded to nearest: {scheme.format.algorithm} takes modules with one matrix here",)
+        searched = scheme.format.ordered and not any(site.stacked for site in sites)
+        how = "have scales of the least weighted error" if searched else "are rounded to nearest"
+        return (f"experts {how}: {scheme.format.algorithm} takes modules with one matrix here",)
     return ()
 
 

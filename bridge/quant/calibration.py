@@ -43,7 +43,7 @@ class Provenance:
 
     `dtype` is the model's: statistics are taken in it and stored as float32, which represents all three dtypes exactly.
     `chosen`: why so many samples, if samples="auto" chose them. `weights`: a digest of the weights that codes were
-    chosen for, "" without such codes.
+    chosen for, `codes`: the formats that they were chosen in (`describe.chosen_words`); both "" without such codes.
     """
 
     scheme: str
@@ -57,6 +57,7 @@ class Provenance:
     versions: dict[str, str] = field(default_factory=dict)
     chosen: str = ""
     weights: str = ""
+    codes: str = ""
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ class Calibration(Displayed):
         return {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in arrays.items()}
 
     def _metadata(self) -> dict[str, str]:
-        optional = ("chosen", "weights")
+        optional = ("chosen", "weights", "codes")
         provenance = {name: value for name, value in asdict(self.provenance).items() if name not in optional or value}
         header: dict[str, Any] = {"provenance": provenance, "applied": [asdict(a) for a in self.applied]}
         if self.held_out:

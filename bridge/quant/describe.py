@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from bridge.core.dtypes import DTYPES
-from bridge.core.values import EITHER, FOUR_OVER_SIX, MSE, POSITIVE, Format, Numeric
+from bridge.core.values import BY_SIGN, EITHER, FOUR_OVER_SIX, MSE, POSITIVE, Format, Numeric
 from bridge.quant.schemes.scheme import Scheme
 
 SEARCHED = {
@@ -45,6 +46,14 @@ def contract_words(format_: Format) -> str:
     return f"{' + '.join(map(numeric_words, format_.weight))} | {numeric_words(format_.input)}"
 
 
+def chosen_words(formats: Iterable[Format]) -> str:
+    """The formats whose codes or scales calibration chooses, "" without any: `gptq int4 block 128 either`."""
+    chosen = (form for form in formats if form.chosen)
+    return ", ".join(
+        sorted({" ".join(filter(None, (f.algorithm, numeric_words(f.weight[0]), f.weight[0].search))) for f in chosen})
+    )
+
+
 def explained(words: str) -> str:
     """The words of `contract_words` or of `numeric_words` for a message.
 
@@ -70,7 +79,7 @@ def _explained(words: str) -> str:
 def scale_words(format_: Format, of: str, joined: str = "") -> str:
     """The formula of a block's scale, for the expressions of a plan. `joined`: who shares it."""
     first = format_.weight[0]
-    if first.search in (EITHER, POSITIVE):
+    if first.search in BY_SIGN:
         return f"{'calibration: least error' if format_.weighted else 'all codes'}({of}){joined}"
     amax = "calibration: clip * amax" if format_.clipped else first.search or "amax"
     return f"{amax}({of}){joined} / {first.maxbound:g}"

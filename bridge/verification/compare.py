@@ -64,7 +64,7 @@ def _compare_rows(
     blocks = grid(numeric[0], (rows.rows, rows.cols), "out_in", step.source)
     packed = packing(numeric[0], "out_in", False, step.coding)
     smoother = _smoother(step, rows.spec.dtype, source, output, scales)
-    tolerance = Tolerance(smoother.roundings, step.format.clipped or step.format.rescaled)
+    tolerance = _tolerance(step, smoother, scales)
     second, chosen = output.read(above) if above else None, scales.chosen(step, source)
     kind = StoredCodes(numeric, blocks, packed, step.coding, second)
     comparer = Comparer(kind, rows.spec.dtype, tolerance, take=buffers.take)
@@ -123,7 +123,7 @@ def _compare_whole(
     if len(block) == 2:  # written once per `out`, see `streaming.encode.encode_whole`
         arrays["scale"] = arrays["scale"][:, :: block[0]]
     weights = step.format.weight
-    tolerance = Tolerance(smoother.roundings, step.format.clipped or step.format.rescaled)
+    tolerance = _tolerance(step, smoother, scales)
 
     def sums_of(weight: Array, dtype: str) -> ErrorSums:
         return compare(
@@ -141,6 +141,11 @@ def _compare_whole(
         bits, rows.spec.dtype, chosen.whole(), weights[0], layout, scales.above(step), scales.importance_of_all(step)
     )
     return replace(sums, not_nearest=sums_of(value, "float32").not_nearest)
+
+
+def _tolerance(step: Step, smoother: _Smoother, scales: ExpectedScales) -> Tolerance:
+    assert step.format
+    return Tolerance(smoother.roundings, step.format.clipped or step.format.rescaled, scales.copies(step))
 
 
 def _chosen_values(

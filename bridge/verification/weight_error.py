@@ -16,7 +16,7 @@ import numpy as np
 from bridge._kernels.compare import BYTES, COLUMNS, E2M1, E4M3, E5M2, INT4, INT8, ROWS
 from bridge._kernels.compare import compare as _compare
 from bridge.core.dtypes import DTYPES, SEARCHED, UNIT, to_float32
-from bridge.core.values import Encoding, Numeric
+from bridge.core.values import EITHER, Encoding, Numeric
 from bridge.quant.codec import arrays as _bits
 from bridge.quant.codec import kquants
 from bridge.quant.codec.arrays import Array
@@ -101,11 +101,13 @@ class Tolerance:
     """What codes may differ by from the nearest ones.
 
     `roundings`: how often values were rounded to the weight's dtype since they were read, beyond those of the coding.
-    `beyond`: whether scales may be so small that values lie beyond the last code, which then is the nearest.
+    `beyond`: whether scales may be so small that values lie beyond the last code, which then is the nearest. `signed`:
+    whether they are a source's, which may be negative where the layout has such.
     """
 
     roundings: float = 0
     beyond: bool = False
+    signed: bool = False
 
 
 EXACT = Tolerance()
@@ -138,6 +140,7 @@ class Comparer:
         in_row = COLUMNS if packed and first.dtype in FOUR_BITS else BYTES
         self._how = int(ROWS if packed == "out" else in_row)
         self._zeros = own_rounding(first, packed)  # llama.cpp's scale of a block of zeros is zero
+        self._signed = coding.signed and (tolerance.signed or first.search == EITHER or self._zeros)
         self._searched = packed if first.dtype in SEARCHED else ""
         self._blocks_of = packed if packed in TYPES and not self._searched else ""
         self._kind = KINDS.get(first.dtype, INT8)
@@ -174,8 +177,7 @@ class Comparer:
         down = min(blocks.down, max(n, 1))
         factor = (scale if self._blocks_of else self._factor(scale)).reshape(-(-n // down), blocks.shape[1])
         used = factor[factor != 0] if self._zeros else factor
-        signed = self._coding.signed or self._blocks_of == "q4_0"
-        scales = ScaleStats() if self._counted else scale_stats(used, signed)
+        scales = ScaleStats() if self._counted else scale_stats(used, self._signed)
         self._counted = blocks.down >= blocks.rows
         if self._coding.values:
             stored = self._coded(stored, factor, down)

@@ -228,7 +228,7 @@ def _check_named(name: Any, where: str) -> None:
 def _not_simulated(scheme: Scheme) -> str:
     import torch
 
-    return "" if torch.cuda.is_available() else scheme.simulation_needs_cuda
+    return scheme.not_simulated or ("" if torch.cuda.is_available() else scheme.simulation_needs_cuda)
 
 
 def _check_can_run(source: Source, *schemes: Scheme | None) -> None:
@@ -237,9 +237,10 @@ def _check_can_run(source: Source, *schemes: Scheme | None) -> None:
         raise CalibrationError(f"{source.where}: cannot be run here; {install('calibrate')}")
     for scheme in schemes:
         if scheme and (why := _not_simulated(scheme)):
+            where, gpu = ("", "") if scheme.not_simulated else (" without CUDA", "measure on a machine with a GPU, or ")
             raise CalibrationError(
-                f"scheme {scheme.name} cannot be measured without CUDA: {why}; measure on a machine with a GPU, or "
-                "rank with a scheme of the same number of bits that runs here (int4_wo)"
+                f"scheme {scheme.name} cannot be measured{where}: {why}; {gpu}rank with a scheme of the same number of "
+                "bits that runs here (int4_wo)"
             )
 
 

@@ -20,7 +20,6 @@ from bridge.calibration.policies import settle_importance
 from bridge.calibration.quantizers import QuantizerBinding
 from bridge.core.errors import CalibrationError
 from bridge.core.values import Numeric
-from bridge.quant.codec.arrays import rounded
 from bridge.quant.codec.kernels import INTEGER_RANGE
 from bridge.quant.codec.search import searched_scales
 from bridge.quant.schemes.scheme import Scheme
@@ -86,22 +85,19 @@ class ColumnCodes(InputSquares):
             values = getattr(held[module], own[0].parameter).detach().float()
             values = values.T.contiguous() if turned else values
             gram = self._grams[self._same.get(key, key)]
-            scales = self._scales(values, numeric, importance, origin.spec.dtype)
+            # not rounded: a target's dtype of scales is not known here, and moves them by 2^-9 at most
+            scales = torch.from_numpy(
+                searched_scales(values.cpu().contiguous().numpy(), "float32", numeric, importance)
+            ).to(values.device)
             try:
                 damp = dict(self._scheme.options)["perc_damp"]
                 live.append(column_codes(values, gram.to(values.device), scales, numeric, damp).cpu().numpy())
-            except RuntimeError as error:
+            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
                 raise CalibrationError(
                     f"{site.module}: GPTQ cannot invert the products of its inputs, which hold NaN or infinity, or "
                     f"differ too widely for float32: {error}; use int4:imatrix, or other data"
                 ) from error
         return packed_nibbles(stored_axes(live, origin, turned))
-
-    @staticmethod
-    def _scales(values: Any, numeric: Numeric, importance: np.ndarray, dtype: str) -> Any:
-        """The scales (out, blocks) under which the weight will be coded, rounded to the dtype of stored ones."""
-        scales = searched_scales(values.cpu().contiguous().numpy(), "float32", numeric, importance)
-        return torch.from_numpy(rounded(scales, dtype)).to(values.device)
 
 
 def column_codes(weight: Any, gram: Any, scales: Any, numeric: Numeric, damp: float) -> Any:
@@ -116,7 +112,7 @@ def column_codes(weight: Any, gram: Any, scales: Any, numeric: Numeric, damp: fl
     hessian[silent, silent] = 1
     order = torch.argsort(torch.diag(hessian), descending=True, stable=True)
     hessian = hessian[order][:, order]
-    hessian.diagonal().add_(damp * torch.diag(hessian).mean())
+    hessian.diagonal().add_(damp * torch.diag(gram).sum() / (~silent).sum().clamp(min=1))
     factor = torch.linalg.cholesky(inverse(hessian), upper=True)
     steps = scales[:, order // numeric.block[0]]
     steps = torch.where(steps == 0, torch.ones_like(steps), steps)  # of a block of zeros

@@ -19,10 +19,9 @@ from bridge.calibration.algorithms.sizes import (
     widest,
 )
 from bridge.calibration.data import BATCH, DEFAULT, HELD_OUT, SEQUENCE, Data, Sampling
-from bridge.calibration.quantizers import known_formats
+from bridge.calibration.quantizers import is_unknown, known_formats
 from bridge.calibration.requirements import sampling_for
 from bridge.calibration.schedule import schedule_of
-from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import CalibrationError, UsageError
 from bridge.core.machine import available_memory
 from bridge.core.text import size
@@ -216,10 +215,10 @@ def calibration_need(
 def streams_of(scheme: Scheme, sites: Sequence[Site] = ()) -> int:
     """Return how many streams of activations the data have in a model with `sites`, or with sites of each format.
 
-    ModelOpt does not see what llama.cpp codes; its importance matrix takes one stream.
+    ModelOpt does not see what it has no quantizer for; an importance matrix takes one stream.
     """
     found = known_formats(sites, scheme).values() if sites else scheme.formats
-    formats = [form for form in found if isinstance(form, Format) and form.weight[0].dtype not in SEARCHED]
+    formats = [form for form in found if isinstance(form, Format) and not is_unknown(form)]
     return max(1, schedule_of(scheme, formats, scheme.kv is not None).count)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from bridge._kernels.quotient import product, to_brain, to_half
 from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES, SEARCHED, to_float32
-from bridge.core.errors import SchemeError
-from bridge.core.values import EITHER, POSITIVE, Encoding, Numeric
+from bridge.core.errors import SchemeError, SourceError
+from bridge.core.values import BY_SIGN, Encoding, Numeric
 from bridge.quant.codec import arrays, ggml, kquants
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import PLAIN, WORDS, grid, packing, stored_shapes
@@ -29,7 +29,6 @@ from bridge.quant.codec.packing import Take, packed_codes
 from bridge.quant.codec.scales import Scales
 from bridge.quant.codec.search import fp4_scales, integer_amax, integer_scales
 
-BY_SIGN = (EITHER, POSITIVE)
 PIECE = 1 << 19  # values that `encode` gives to an Encoder at once: fewer cost calls
 
 
@@ -175,7 +174,11 @@ class Encoder:
         """`Scales.of` for the searched scales of some rows, whose block maxima are `own`."""
         words = arrays.readable(flat, self._dtype, self._take("single", (flat.size,), np.uint32))
         if self._numeric.search in BY_SIGN:
-            return self._scales.of_signed(integer_scales(words, self._numeric, self._blocks.across, importance))
+            scales = integer_scales(words, self._numeric, self._blocks.across, importance)
+            parts, divisor = self._scales.of_signed(scales)
+            if not np.isfinite(divisor).all():
+                raise SourceError(f"{self._name}: a scale does not fit its dtype; choose another one (--dtype)")
+            return parts, divisor
         if self._numeric.scale_dtype == "float32":
             return self._scales.of(integer_amax(words, own, self._numeric, self._blocks.across, self._scales.bound))
         assert self._whole is not None

@@ -87,18 +87,27 @@ class Scales:
 
     def of_signed(self, scale: Array) -> tuple[dict[str, Array], Array]:
         """The same for float scales (rows, blocks) that were chosen, and that may be negative."""
-        parts, divisor = self.of(np.abs(scale) * np.float32(self.bound))
+        magnitude = np.abs(scale)
+        if self._values:
+            stored, divisor = self._single(magnitude * np.float32(self.bound), self.tiny)
+        else:
+            least = np.float32(self.tiny / self.bound)
+            stored, divisor = self._rounded_scale(np.where(scale == 0, np.float32(1), np.maximum(magnitude, least)))
         negative = scale < 0
         divisor = np.where(negative, -divisor, divisor)  # a copy: the stored scale may be the same array
-        bits = parts["scale"].view(f"u{parts['scale'].itemsize}")
+        bits = stored.view(f"u{stored.itemsize}")
         bits[negative] ^= bits.dtype.type(1 << (8 * bits.itemsize - 1))
-        return parts, divisor
+        return {"scale": stored}, divisor
 
     def _single(self, largest: Array, tiny: float) -> tuple[Array, Array]:
         """The scale as stored, and its value in float32."""
         scale = _scale(largest, self.bound, tiny)
         if self._values:
             return self._factors(largest, scale, tiny)
+        return self._rounded_scale(scale)
+
+    def _rounded_scale(self, scale: Array) -> tuple[Array, Array]:
+        """A scale above zero as stored, and its value in float32."""
         if self._rounded == "float32":
             return scale, scale
         if self._round_up:

@@ -24,7 +24,7 @@ ZERO = np.float32(2.0**-24)  # ModelOpt's quantizers take a smaller amax for zer
 LIKELY = np.array(sorted(range(STEPS), key=lambda at: abs(at - 7)))
 # What is tried beside all of the range: the largest value becomes a code of 5 to 9 of INT4's 8; values beyond the last
 # code saturate. tests/quant/codec/test_search.py
-STEP, TRIED = 0.2, np.arange(-15, 6)
+STEP, TRIED = 0.2, np.array([0, *range(-15, 0), *range(1, 6)])  # all of the range first: it stays where none is better
 E4M3_MAX, LEAST = np.float32(448), np.float32(2.0**-9)
 SCALES = values(np.arange(1, 127, dtype=np.uint8).reshape(1, -1), "float8_e4m3fn").reshape(-1)  # all but 0 and NaN
 

@@ -11,7 +11,7 @@ from bridge.core.errors import SchemeError, UsageError
 from bridge.core.mappings import find_table_file, mappings, shown, table_files
 from bridge.core.parsing.file_cache import cached_by_file
 from bridge.core.text import nearest
-from bridge.core.values import EITHER, POSITIVE, Format, Numeric
+from bridge.core.values import BY_SIGN, EITHER, POSITIVE, Format, Numeric
 from bridge.quant.schemes.grammar import (
     ALGORITHMS,
     check_keys,
@@ -129,7 +129,7 @@ def _scheme(name: str, words: dict[str, Any], where: str) -> Scheme:
         raise SchemeError(f"{where}: `weight` is written as one or several [[weight]] tables")
     activation = words.get("input")
     numerics = tuple(parse_weight(w, f"{where}: [[weight]]") for w in weights)
-    if algorithm == "imatrix" and not all(n.dtype in SEARCHED or n.search in (EITHER, POSITIVE) for n in numerics):
+    if algorithm == "imatrix" and not all(n.dtype in SEARCHED or n.search in BY_SIGN for n in numerics):
         raise SchemeError(
             f"{where}: algorithm 'imatrix' chooses codes of {', '.join(SEARCHED)}, llama.cpp's blocks, and scales of "
             f"INT4 in blocks with search = {EITHER!r} or {POSITIVE!r}"
@@ -161,7 +161,7 @@ def _check_chosen(algorithm: str, numerics: Sequence[Numeric], where: str) -> No
     first = numerics[0]
     kind = (first.dtype, first.scale_dtype, len(first.block), first.search, len(numerics))
     nvfp4, int4 = ("float4_e2m1fn", "float8_e4m3fn", 1, "", 1), ("int4", "float32", 1, "", 1)
-    own = [("int4", "float32", 1, search, 1) for search in (EITHER, POSITIVE)]
+    own = [("int4", "float32", 1, search, 1) for search in BY_SIGN]
     if algorithm == "gptq" and kind not in (nvfp4, int4, *own):
         raise SchemeError(f"{where}: algorithm 'gptq' is for one [[weight]] of INT4 or NVFP4 in blocks along `in`")
     if algorithm == "local_hessian" and kind != nvfp4:

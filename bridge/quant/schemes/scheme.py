@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 from bridge.core.errors import SchemeError
 from bridge.core.text import fold_layers, nearest, number
-from bridge.core.values import Format, Numeric, Site, with_positive_scales
+from bridge.core.values import BY_SIGN, Format, Numeric, Site
 from bridge.quant.schemes.grammar import Gate, Gates, Policies
 from bridge.quant.schemes.layer_ranges import from_start
 
@@ -132,6 +132,12 @@ class Scheme:
         return "ModelOpt has no CPU code for NVFP4 blocks whose scales are chosen" if searched else ""
 
     @property
+    def not_simulated(self) -> str:
+        """Why ModelOpt's fake-quantized model is another one on any device, "" if it is not."""
+        ours = any(n.search in BY_SIGN for form in self.formats for n in form.weight)
+        return "ModelOpt has no quantizer with its scales" if ours else ""
+
+    @property
     def digest(self) -> str:
         """Digest of everything that a calibration depends on; the name, the gates and the texts are left out."""
         rules = [(asdict(r.format) if r.format else None, r.roles, r.modules, r.layers) for r in self.rules]
@@ -153,17 +159,6 @@ class Scheme:
             head = f"{self.origin or self.name}: {number(len(problems), 'rule')} that {does} not fit the model"
             raise SchemeError("\n  ".join([head, *fold_layers(dict.fromkeys(problems))]))
         return known
-
-    def positive(self) -> Scheme:
-        """This scheme with positive scales, for programs that read no others; itself if it has no negative ones."""
-        made = replace(
-            self,
-            weight=with_positive_scales(self.format).weight,
-            rules=tuple(
-                replace(rule, format=with_positive_scales(rule.format)) if rule.format else rule for rule in self.rules
-            ),
-        )
-        return self if made == self else made
 
     def rule_of(self, site: Site) -> Rule | None:
         """The rule for `site`, or None; SchemeError if rules contradict each other or cut a fused site.
@@ -217,7 +212,8 @@ def _without_smoothing(form: Format, site: Site) -> Format:
     # experts, whose stack is one module with several matrices; its local Hessian takes them, not we
     changed = form.prescales or form.clipped or form.chosen
     if changed and (site.expert is not None or site.stacked or site.layout == "conv"):
-        return replace(form, algorithm="max")
+        alone = form.ordered and not site.stacked and site.layout != "conv"  # an expert of its own, whose input is seen
+        return replace(form, algorithm="imatrix" if alone else "max")
     return form
 
 

@@ -132,7 +132,7 @@ def _kept(by: Coder, piece: Piece) -> int:
 
 def _of_scales(by: Coder, piece: Piece) -> LossSums:
     """The sums of scales. What a block of zeros has for one says nothing, and would be the least or the largest."""
-    factors, first = by.factors(piece), by.how.numeric[0]
+    factors, first = np.abs(by.factors(piece)), by.how.numeric[0]
     of_zeros = _OF_ZEROS.get(first.scale_dtype, np.float32(1))
     used = factors > 0
     if (piece.scale == of_zeros).any():
