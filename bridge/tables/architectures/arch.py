@@ -20,8 +20,8 @@ from bridge.tables.expressions.grammar import Call, Expr, Formula, parse_formula
 
 _KEYS = [
     "architectures", "prefix", "prefixes", "bare", "order", "scaled", "config", "computes", "reads", "dims", "legacy",
-    "inputs", "layouts", "foreign", "prune", "rows", "rows_if", "rows_for", "split", "tied_if", "ignore", "ignore_if",
-    "ignore_for",
+    "live", "inputs", "layouts", "foreign", "prune", "rows", "rows_if", "rows_for", "split", "tied_if", "ignore",
+    "ignore_if", "ignore_for",
 ]  # fmt: skip
 Layouts = dict[str, tuple[str, Place]]  # architecture -> the name of its layout in a dialect, and where it is given
 INDEX = re.compile(r"\{(\w+)\}")
@@ -67,7 +67,8 @@ class ArchTable:
     `prefixes`: what a checkpoint's names may begin with instead of `prefix`. `order`: modules of one parent in the
     model's order, if the rows have another. `scaled`: embeddings whose module also scales its output. `split`: rows of
     each expert, of checkpoints that have no stacks of them. `computes`: fields of the config that change what the model
-    computes and no tensor, with their defaults.
+    computes and no tensor, with their defaults. `live`: module of a row -> its name in the model of transformers, if it
+    has another there.
     """
 
     file: TableFile
@@ -87,6 +88,7 @@ class ArchTable:
     scaled: tuple[str, ...]
     split: tuple[Row, ...] = ()
     computes: Mapping[str, object] = field(default_factory=dict)
+    live: Mapping[str, str] = field(default_factory=dict)
 
     def without_stacks(self) -> ArchTable:
         """Return the table of a checkpoint that has a tensor of each expert instead of stacks."""
@@ -201,7 +203,7 @@ def parse_arch(file: TableFile, roles: Roles) -> ArchTable:
         file, roles, architectures, file.data.get("prefix", ""), file.words("prefixes"), bare, config, dims,
         rows, ties, ignored, dict(file.data.get("legacy", {})),
         merge_inputs(parse_inputs(file, roles.roles), roles.inputs), tuple(file.data.get("order", ())),
-        _scaled(file, roles), _split(file, roles, rows), _computes(file, config, formulas),
+        _scaled(file, roles), _split(file, roles, rows), _computes(file, config, formulas), _live(file, rows),
     )  # fmt: skip
 
 
@@ -212,6 +214,16 @@ def _computes(file: TableFile, config: Mapping[str, object], formulas: Iterable[
     return {name: value for name, value in config.items() if name not in used} | {
         name: None if value == "none" else value for name, value in given.items()
     }
+
+
+def _live(file: TableFile, rows: Iterable[Row]) -> dict[str, str]:
+    """The names of [live]; each is that of a row's module."""
+    modules, live = {row.name.removesuffix(".weight") for row in rows}, file.texts("live")
+    for module in live:
+        if module not in modules:
+            hint = nearest(module, modules)
+            raise file.place("live", module).error(f"no row has the weight of `{module}`", hint=hint)
+    return live
 
 
 def _dims(file: TableFile, roles: Roles, config: Mapping[str, object]) -> dict[str, Formula]:
