@@ -7,14 +7,16 @@ and tensors, and neither read nor stored where the code of models may have been 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
+from bridge.core.errors import PlanError
 from bridge.core.machine import without_collection
 from bridge.core.output import cache
 from bridge.core.output.provenance import provenance
 from bridge.core.parsing.typed_json import typed
 from bridge.core.ranges import check_versions
 from bridge.core.values import Structure, plain
-from bridge.core.version import loads_transformers
+from bridge.core.version import install, loads_transformers
 from bridge.planning.eagle import eagle_structure, is_eagle
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models.as_installed import is_as_installed
@@ -40,6 +42,7 @@ def structure_of(source: Source) -> Structure:
         return eagle_structure(source.config, source.specs)
     structure_ = load_traced(source)
     if structure_ is None:
+        _check_packages(source)
         check_versions("trt")
         loads_transformers()
         from bridge.planning.trace import trace_structure
@@ -47,6 +50,18 @@ def structure_of(source: Source) -> Structure:
         structure_ = trace_structure(source)
         store_traced(source, structure_)
     return structure_
+
+
+def _check_packages(source: Source) -> None:
+    """PlanError if a package is absent that tracing needs."""
+    absent = [name for name in _packages(source) if find_spec(name) is None]
+    if absent:
+        extra = "diffusers" if absent == ["diffusers"] else "trt"
+        name, are = architecture_of(source.config), "is" if len(absent) == 1 else "are"
+        raise PlanError(
+            f"{source.where}: {name} has no table, so that its structure is read off its class, and "
+            f"{' and '.join(absent)} {are} not installed: {install(extra)}"
+        )
 
 
 def load_traced(source: Source) -> Structure | None:
