@@ -41,6 +41,7 @@ _KEPT = {
     "draft layers": ("mtp.*",),
 }
 _IMAGES = {"images": ("*embed_vision*", "*vision_tower*", "*visual*", "*vision_model*", "*multi_modal_projector*")}
+MADE = "its matrix is made from others of the checkpoint, or cut, while transformers loads it"
 # In names of attention. Nemotron-H and RecurrentGemma give those of their recurrent layers the same ones.
 _ATTENTION = ("attn", "attention", "mixer", "temporal_block")
 MATRIX = 2  # axes
@@ -218,7 +219,7 @@ def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
         live = origin.parts[0]
         expert = live.expert is not None and len(origin.spec.shape) == 2  # one of a stack
         layout = "out_in" if expert else layouts.get(live.live)
-        if layout is None or (live.expert is None and origin.ref is None):
+        if layout is None or (live.expert is None and origin.ref is None and layout != "out_in"):
             continue
         if not name.endswith(".weight") and not layout.startswith("stack"):
             continue
@@ -226,6 +227,7 @@ def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
             layout = "stack_in_out"
         module = live.live.removesuffix(".weight")
         reason = why_kept(module) or why_kept(name.removesuffix(".weight"))
+        reason = reason or ("" if origin.ref or expert else MADE)
         if layout.startswith("stack") and not module.endswith(_EXPERTS):
             reason = reason or OWN_EXPERTS
         site = _site(name, origin, layout, "output head" if module in heads else reason)

@@ -74,6 +74,16 @@ CLASSES: dict[str, dict[str, Any]] = {
         "text_config": SPARSE, "projector_hidden_size": 96, "image_token_index": 90, "video_token_index": 91,
         "vision_config": SIGHT,
     },
+    "MistralLarge4ForConditionalGeneration": {  # transformers permutes rows of its vision tower while it loads
+        "text_config": {
+            "vocab_size": 97, "hidden_size": 96, "intermediate_size": 160, "moe_intermediate_size": 80,
+            "num_attention_heads": 5, "num_key_value_heads": 5, "n_shared_experts": 1, "num_experts_per_tok": 3,
+            "max_position_embeddings": 256, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "v_head_dim": 32,
+            "qk_nope_head_dim": 48, "index_topk": 16, "index_head_dim": 32, "index_n_heads": 3, "n_routed_experts": 5,
+            "num_hidden_layers": 3, "head_dim": 16, "model_type": "mistral_large4_text",
+        },
+        "vision_config": SIGHT | {"model_type": "pixtral", "image_size": 32, "patch_size": 8, "num_hidden_layers": 1},
+    },
     "Glm5NextForConditionalGeneration": {
         "text_config": LINEAR, **{name: at for name, at in PLACES.items() if not name.startswith("vision")},
         "vision_config": {
