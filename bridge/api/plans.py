@@ -102,7 +102,7 @@ def plan(
 def scheme_of(quant: Any, kv: str | None, structure: Structure, source: Source) -> Scheme | None:
     """The scheme that a user named, or None; SchemeError if one of its rules matches nothing in the model.
 
-    A scheme by name has blocks that divide the model's matrices; one of the user's own has those that it says.
+    A scheme by name, in a recipe too, has blocks that divide the model's matrices; a user's own has those that it says.
     """
     if quant is None or quant == "none":
         if kv:
@@ -110,7 +110,7 @@ def scheme_of(quant: Any, kv: str | None, structure: Structure, source: Source) 
         return None
     scheme = load_scheme(quant, kv=kv).bound(structure.sites)
     named = isinstance(quant, str) and not quant.endswith(".toml")
-    return with_dividing_blocks(scheme, structure, source.specs) if named else scheme
+    return with_dividing_blocks(scheme, structure, source.specs) if named or scheme.rules else scheme
 
 
 def passthrough_of(quant: Any, source: Source) -> Scheme | None:

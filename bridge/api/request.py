@@ -15,6 +15,7 @@ from bridge.core.progress import Progress, no_progress
 from bridge.core.remote.path import remote
 from bridge.core.text import fold_problems
 from bridge.core.values import Format, Structure, main_dtype
+from bridge.core.version import install
 from bridge.planning.memory import extent, stream_memory
 from bridge.planning.passthrough import PassthroughScheme
 from bridge.planning.plan import Plan
@@ -59,6 +60,8 @@ def data_to_compare(source: Source, data: Any, sampling: Sampling = DEFAULT) -> 
     """
     if data is not None:
         return data_of(source, data, sampling)
+    if not source.can_run:
+        return Data(missing=f"{source.where}: cannot be run here: {install('trt')}")
     try:
         return prepare(None, source, sampling)
     except UsageError:

@@ -208,7 +208,7 @@ def modelopt() -> Any:
             from modelopt.torch.quantization.utils import calib_utils
     except ImportError as cause:
         raise CalibrationError(
-            f"calibration needs ModelOpt, which cannot be imported ({cause}); `{install_extra('calibrate')}`, or "
+            f"calibration needs ModelOpt, which cannot be imported ({cause}); {install_extra('calibrate')}, or "
             "pass a saved calibration"
         ) from cause
     install(tensor_quantizer, calib_utils, model_calib)

@@ -15,7 +15,7 @@ from bridge.reporting.columns import Columns
 
 # What each extra is for; `dev` and `docs` are for work on the package itself.
 USES = {
-    "": "targets hf, trtllm and gguf without calibration",
+    "": "targets hf, trtllm and gguf without calibration, of models with a table",
     "trt": "targets trt and ort, `qbridge run`, models without a table",
     "calibrate": "schemes that need data, sensitivity, prune, distill",
     "golden": "`qbridge golden`",

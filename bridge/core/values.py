@@ -279,7 +279,7 @@ class Site:
     stays unquantized unless a recipe names it ("" if it is quantized). `unreached`: why an input of it cannot be
     measured ("" if it can); formats that need that stay off it unless a recipe names it. `shares`: a group whose
     members share one per-tensor weight amax, because they are one matrix in the model. `asked`: other names under which
-    programs ask whether it is quantized.
+    programs ask whether it is quantized. `live`: the names of its module in a model of transformers, if they differ.
     """
 
     module: str
@@ -292,6 +292,7 @@ class Site:
     shares: str = ""
     unreached: str = ""
     asked: tuple[str, ...] = ()
+    live: tuple[str, ...] = ()
 
     @property
     def stacked(self) -> bool:

@@ -18,11 +18,12 @@ KEYS = ("program", "version", "aliases", "fused", "not_run", "instead", "mistake
 OF_TARGETS = ("graphs", "tokens", "gpus", "elsewhere", "multiplies")  # sections that targets and pages read
 # key of a section -> its type; a section has evidence in the last ones
 CONTRACT_KEYS: dict[str, type] = {
-    "target": str, "options": dict, "prescales": bool, "kept": bool, "kv": dict, "loads": dict,
+    "target": str, "options": dict, "prescales": bool, "kept": bool, "unlike": bool, "kv": dict, "loads": dict,
     "stacked": dict, "split": dict, "mixed": dict, "head": dict, "plain": dict, "ranks": dict, "sparse": dict,
     "buffers": dict, "but_not": list, "float32_as": str,
 }  # fmt: skip
 CONDITIONS: dict[str, type] = {
+    "whole": bool, "parts": bool, "beside": bool,
     "out": int, "in": int, "experts": bool, "prescales": bool, "dtypes": list, "but_not": list, "only": list,
     "inputs": str, "computes": str, "since": str, "scales": str,
 }  # fmt: skip
@@ -147,6 +148,7 @@ def _contract(file: TableFile, name: str) -> Contract:
         {key: _row(file, f"{section}.kv", key, value, NUMERIC) for key, value in rows["kv"].items()},
         prescales=words.get("prescales", True),
         kept=words.get("kept", True),
+        unlike=words.get("unlike", True),
         but_not=tuple(words.get("but_not", ())),
         float32_as=dtype,
         plain=_row(file, section, "plain", words["plain"]) if "plain" in words else None,

@@ -18,8 +18,11 @@ from bridge.planning.joined_and_cut import (
     fused_modules,
     numbers_of_ranks,
     partly_unquantized_modules,
+    parts_of_live,
     uneven,
+    unlike_experts,
     unquantized_modules,
+    unquantized_parts,
     words_of,
 )
 from bridge.planning.memory import extent
@@ -36,6 +39,10 @@ FUSED = "and it is fused with others"
 KEPT = "stays unquantized beside quantized modules, is fused there, and is not read"
 OF_DRAFT = "; it is of a draft layer: use drafts='quantize' (--drafts quantize), or leave the layer out with 'drop'"
 HALF = "differs in format from modules that are fused with it, or from other experts of its layer"
+PART = "is one module with others in its model, which has no place for the scales of each"
+BESIDE = "stays unquantized, and is one module with others in its model: beside packed codes it is not read"
+UNLIKE = "differs in format from other experts, of which one format is read"
+ROUTER = "is a router, which is read unquantized"
 # As `--dtype` takes them.
 FLAGS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -62,6 +69,8 @@ class Row:
     program rounds inputs to although the scheme leaves them. `computes`: what a compiler makes of the products, "gemm"
     of codes on both sides, "weight-only" or "dequantized". `since`: the first architecture of GPUs with the formats.
     `scales`: "either" if scales of the weight may be negative.
+    `whole`: whether both extents of a matrix are multiples of its block's. Of modules that its model joins or cuts:
+    `parts`, whether they may be quantized; `beside`, whether they, and experts, may stay unquantized.
     """
 
     evidence: Evidence
@@ -76,6 +85,9 @@ class Row:
     computes: str = ""
     since: str = ""
     scales: str = ""
+    whole: bool = False
+    parts: bool = True
+    beside: bool = True
 
     def why_not(self, what: str, architecture: str) -> str:
         """Why `what`, this row's formats, is not read in models of the architecture; "" if it is."""
@@ -99,12 +111,13 @@ class Contract:
 
     `loads`: weights and inputs, in the words of `contract_words`, to its row. `kv`: the same of the KV cache.
     `prescales`: whether formats with pre-scales may be written for it. `kept`: whether it reads matrices that it fuses
-    if they stay unquantized in a quantized model. None if there is no evidence: `mixed`, that modules may differ in
-    format; `head`, that the output head may be quantized; `plain`, for unquantized output; `ranks`, that ranks may
-    share matrices; `buffers`, that keys and values may lie in buffers of one length; `sparse`, that it has kernels for
-    2:4 zeros in these files as they are. Architectures whose source has a layer's experts in one tensor -> how it is
-    known that it reads them: `stacked`, in one still; `split`, as modules of each. `but_not`: architectures that it
-    loads in no format. `float32_as`: the dtype of a float32 source.
+    if they stay unquantized in a quantized model. `unlike`: whether experts may differ in format, and routers be
+    quantized. None if there is no evidence: `mixed`, that modules may differ in format; `head`, that the output head
+    may be quantized; `plain`, for unquantized output; `ranks`, that ranks may share matrices; `buffers`, that keys and
+    values may lie in buffers of one length; `sparse`, that it has kernels for 2:4 zeros in these files as they are.
+    Architectures whose source has a layer's experts in one tensor -> how it is known that it reads them: `stacked`, in
+    one still; `split`, as modules of each. `but_not`: architectures that it loads in no format. `float32_as`: the dtype
+    of a float32 source.
     """
 
     target: str
@@ -114,6 +127,7 @@ class Contract:
     mixed: Evidence | None = None
     prescales: bool = True
     kept: bool = True
+    unlike: bool = True
     head: Evidence | None = None
     plain: Row | None = None
     ranks: Evidence | None = None
@@ -363,6 +377,7 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
         if row and row.dtypes and dtype not in row.dtypes:
             only = f"runs {words} in {' or '.join(row.dtypes)} only, and the model is {dtype}"
             yield "", f"{only}: pass --dtype {FLAGS[row.dtypes[0]]}"
+    yield from _of_parts(contract, plan)
     followed = fused_modules(fuses, plan, followed=True)
     for step in plan.quantized:
         assert step.site
@@ -370,6 +385,21 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
             yield from ((step.site.module, why) for why in _misfits(row, step, plan, step.site.module in followed))
     if (ranks := _ranks(plan)) > 1:
         yield from _unshared(runtime, contract, plan, ranks)
+
+
+def _of_parts(contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
+    """The modules that the program joins or cuts while it loads, and cannot in this format."""
+    rows = {words: contract.loads.get(words) for words in dict.fromkeys(map(words_of, plan.quantized))}
+    if not all(row is None or row.parts for row in rows.values()):
+        joined = parts_of_live(plan)
+        parts = ((step.site.module, rows[words_of(step)]) for step in plan.quantized if step.site)
+        yield from ((module, PART) for module, row in parts if row and not row.parts and module in joined)
+    if not all(row is None or row.beside for row in rows.values()):
+        yield from ((module, BESIDE) for module in unquantized_parts(plan))
+    if not contract.unlike:
+        yield from ((module, UNLIKE) for module in unlike_experts(plan))
+        sites = (step.site for step in plan.quantized if step.site)
+        yield from ((site.module, ROUTER) for site in sites if site.keep == "router")
 
 
 def _ranks(plan: Plan) -> int:
@@ -425,6 +455,10 @@ def _misfits(row: Row, step: Step, plan: Plan, followed: bool) -> Iterator[str]:
         yield f"out = {out} is not a multiple of {row.out}, {FUSED}"
     if inner % row.inner:
         yield f"in = {inner} is not a multiple of {row.inner}"
+    tiles = step.format.weight[0].block if row.whole and step.format else (1, 1)
+    for axis, size, tile in zip(("out", "in"), (out, inner), tiles, strict=True):
+        if size % tile:
+            yield f"{axis} = {size} is not a multiple of {tile}, and its tiles are equal parts of a matrix"
 
 
 def _out_in(step: Step, plan: Plan) -> tuple[int, int]:

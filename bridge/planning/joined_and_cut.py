@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from bridge.core.text import grouped
 from bridge.core.values import Format
+from bridge.planning.drafts import DRAFT
 from bridge.planning.plan import Plan, Step
 from bridge.quant.describe import contract_words
 
@@ -74,6 +76,26 @@ def partly_unquantized_modules(names: Names, plan: Plan) -> list[str]:
         if len({formats[module] == "" for module in members}) > 1:
             found |= dict.fromkeys(module for module in members if not formats[module])
     return list(found)
+
+
+def parts_of_live(plan: Plan) -> set[str]:
+    """The modules that are one with others in a model of transformers, or several there; experts not counted."""
+    live = {step.site.module: step.site.live for step in plan.steps if step.site}
+    counts = Counter(name for names in live.values() for name in names)
+    return {module for module, names in live.items() if len(names) > 1 or any(counts[name] > 1 for name in names)}
+
+
+def unquantized_parts(plan: Plan) -> list[str]:
+    """The modules that stay unquantized and that transformers joins, or cuts, while it loads; experts among them."""
+    parts = parts_of_live(plan)
+    kept = (step.site for step in plan.steps if step.site and not step.format and step.site.keep != DRAFT)
+    return [site.module for site in kept if site.module in parts or (site.expert is not None and not site.stacked)]
+
+
+def unlike_experts(plan: Plan) -> list[str]:
+    """The quantized experts whose format is not that of the first."""
+    experts = [step for step in plan.quantized if step.site and step.site.experts]
+    return [step.site.module for step in experts if step.site and words_of(step) != words_of(experts[0])]
 
 
 def _joined(names: Names, modules: Sequence[str] | dict[str, str]) -> Iterator[list[str]]:

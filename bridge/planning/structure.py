@@ -7,21 +7,23 @@ and tensors, and neither read nor stored where the code of models may have been 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
-from bridge.core.errors import SourceError
+from bridge.core.errors import PlanError, SourceError
 from bridge.core.machine import without_collection
 from bridge.core.output import cache
 from bridge.core.output.provenance import provenance
 from bridge.core.parsing.typed_json import typed
 from bridge.core.ranges import check_versions
 from bridge.core.values import Structure, plain
-from bridge.core.version import loads_transformers
+from bridge.core.version import install, loads_transformers
 from bridge.planning.eagle import eagle_structure, is_eagle
 from bridge.planning.registries import why_too_old
 from bridge.sources.configs.diffusion import is_diffusion
 from bridge.sources.live_models.as_installed import is_as_installed
 from bridge.sources.source import Source
 from bridge.tables.architectures.by_table import structure_by_table
+from bridge.tables.architectures.match import architecture_of
 from bridge.tables.architectures.meaning import without_origin
 
 KIND = "structures"  # of the cache's entries
@@ -40,6 +42,7 @@ def structure_of(source: Source) -> Structure:
         return eagle_structure(source.config, source.specs, source.read)
     structure_ = load_traced(source)
     if structure_ is None:
+        _check_packages(source)
         check_versions("trt")
         if why := why_too_old(source.config):
             raise SourceError(f"{source.where}: {why}")
@@ -49,6 +52,18 @@ def structure_of(source: Source) -> Structure:
         structure_ = trace_structure(source)
         store_traced(source, structure_)
     return structure_
+
+
+def _check_packages(source: Source) -> None:
+    """PlanError if a package is absent that tracing needs."""
+    absent = [name for name in _packages(source) if find_spec(name) is None]
+    if absent:
+        extra = "diffusers" if absent == ["diffusers"] else "trt"
+        name, are = architecture_of(source.config), "is" if len(absent) == 1 else "are"
+        raise PlanError(
+            f"{source.where}: {name} has no table, so that its structure is read off its class, and "
+            f"{' and '.join(absent)} {are} not installed: {install(extra)}"
+        )
 
 
 def load_traced(source: Source) -> Structure | None:

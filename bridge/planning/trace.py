@@ -42,6 +42,7 @@ _KEPT = {
     "draft layers": ("mtp.*",),
 }
 _IMAGES = {"images": ("*embed_vision*", "*vision_tower*", "*visual*", "*vision_model*", "*multi_modal_projector*")}
+MADE = "its matrix is made from others of the checkpoint, or cut, while transformers loads it"
 # In names of attention. Nemotron-H and RecurrentGemma give those of their recurrent layers the same ones.
 _ATTENTION = ("attn", "attention", "mixer", "temporal_block")
 MATRIX = 2  # axes
@@ -68,7 +69,7 @@ def trace_structure(source: Source) -> Structure:
     _cover(source, saved, origins, tied, ignored, architecture)
     order = _order(origins, model, [alias for alias in ties if alias not in names])
     place = {name: at for at, name in enumerate(order)}
-    sites = [*_sites(model, origins), *_tied_heads(model, tied)]
+    sites = [*_sites(model, origins), *_tied_heads(model, tied, names)]
     sites.sort(key=lambda site: place[site.weight if site.stacked else f"{site.module}.weight"])
     modules = _modules(origins)
     embeddings, layers = _embeddings(model, modules), cache_layers(model.config)
@@ -217,7 +218,7 @@ def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
         live = origin.parts[0]
         expert = live.expert is not None and len(origin.spec.shape) == 2  # one of a stack
         layout = "out_in" if expert else layouts.get(live.live)
-        if layout is None or (live.expert is None and origin.ref is None):
+        if layout is None or (live.expert is None and origin.ref is None and layout != "out_in"):
             continue
         if not name.endswith(".weight") and not layout.startswith("stack"):
             continue
@@ -225,10 +226,18 @@ def _sites(model: Any, origins: Mapping[str, Origin]) -> list[Site]:
             layout = "stack_in_out"
         module = live.live.removesuffix(".weight")
         reason = why_kept(module) or why_kept(name.removesuffix(".weight"))
+        reason = reason or ("" if origin.ref or expert else MADE)
         if layout.startswith("stack") and not module.endswith(_EXPERTS):
             reason = reason or OWN_EXPERTS
-        sites.append(_site(name, origin, layout, "output head" if module in heads else reason))
+        site = _site(name, origin, layout, "output head" if module in heads else reason)
+        sites.append(replace(site, live=_live(site, origin)))
     return sites
+
+
+def _live(site: Site, origin: Origin) -> tuple[str, ...]:
+    """The modules of the model that hold a site's weight, if they have other names; a stack is none."""
+    weights = (part.live for part in origin.parts if part.live.endswith(".weight") and part.expert is None)
+    return tuple(dict.fromkeys(module for name in weights if (module := name[: -len(".weight")]) != site.module))
 
 
 def _why_kept(model: Any) -> Callable[[str], str]:
@@ -261,13 +270,16 @@ def _joined(model: Any, origins: Mapping[str, Origin]) -> dict[str, str]:
     return joined
 
 
-def _tied_heads(model: Any, tied: Mapping[str, str]) -> list[Site]:
-    """Sites of heads whose weight is stored as the embedding."""
-    heads = {f"{name}.weight" for name in _heads(model)} & tied.keys()
-    return [
-        Site(name.removesuffix(".weight"), tied[name], "out_in", keep=f"output head, tied to {tied[name]}")
-        for name in sorted(heads)
-    ]
+def _tied_heads(model: Any, tied: Mapping[str, str], names: Mapping[str, str]) -> list[Site]:
+    """Sites of heads whose weight is stored as the embedding. `names`: tensors of the model -> of the checkpoint."""
+    sites = []
+    for head in sorted(_heads(model)):
+        alias = names.get(f"{head}.weight", f"{head}.weight")
+        if stored := tied.get(alias):
+            module = alias.removesuffix(".weight")
+            live = () if module == head else (head,)
+            sites.append(Site(module, stored, "out_in", keep=f"output head, tied to {stored}", live=live))
+    return sites
 
 
 def _site(name: str, origin: Origin, layout: str, keep: str) -> Site:

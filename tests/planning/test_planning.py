@@ -136,6 +136,8 @@ def test_dimensions_that_do_not_divide_into_blocks_name_modules_and_remedy(tmp_p
     assert "block = 64" in text
     notes = bridge.plan(source, target="trt", quant="int4_wo").notes  # by name: what divides is taken, and told
     assert any(note.startswith("INT4 blocks of 64 instead of 128: model.layers.0.mlp.down_proj") for note in notes)
+    recipe.write_text('base = "int4_wo"\n[[rule]]\nroles = ["attn.o.weight"]\nquant = "none"\n')
+    assert bridge.plan(source, target="trt", quant=str(recipe)).notes == notes  # rules name schemes, too
 
 
 def test_unknown_words_are_told_the_known_ones() -> None:

@@ -34,6 +34,44 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "qbridge" / "structures"
 
 
+ABSENT = """
+import importlib.util, sys
+names, find_spec = ("torch", "transformers"), importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in names else find_spec(name, package)
+sys.modules.update(dict.fromkeys(names))  # importing them is an ImportError
+import bridge
+from bridge.core.errors import PlanError
+"""
+
+
+def without_frameworks(code: str) -> str:
+    """What code prints where the package is installed without extras."""
+    done = subprocess.run([sys.executable, "-c", ABSENT + code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_torch_a_model_without_a_table_is_refused_with_the_command(saved: Path, cache: Path) -> None:
+    said = without_frameworks(f"""
+try:
+    bridge.plan({str(saved)!r}, target="hf", quant="int8_wo")
+except PlanError as error:
+    print(error)
+""")
+    assert f"{FAMILY} has no table" in said and "torch and transformers are not installed: pip install" in said
+
+
+@pytest.mark.slow
+def test_without_torch_weights_are_verified(tmp_path: Path) -> None:
+    model = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-llama")
+    said = without_frameworks(f"""
+bridge.convert({model!r}, target="hf", quant="int8_wo", out={str(tmp_path / "out")!r})
+report = bridge.verify({str(tmp_path / "out")!r}, against={model!r})
+print(report.passed, len(report.parity.tensors), report.parity.outputs)
+""")
+    assert said.startswith("True 3")
+
+
 @pytest.mark.slow
 def test_the_second_plan_imports_no_torch(saved: Path, cache: Path) -> None:
     code = (

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bridge.core.errors import PlanError
+from bridge.core.errors import PlanError, TableError
+from bridge.core.mappings import mappings, read_table
 from bridge.core.values import TensorSpec
-from bridge.tables.architectures.arch import load_arch
+from bridge.sources.live_models.meta_device import build_weightless
+from bridge.sources.opening import open_source
+from bridge.tables.architectures.arch import load_arch, parse_arch
+from bridge.tables.architectures.roles import load_roles
 from bridge.tables.architectures.structure import canonical_names, structure
 from tests.models import decoder_families
 from tests.tables.checkpoints import BERT, GPT2, LLAMA, MIXTRAL, QWEN3_MOE, add, headers
 from tests.tables.foreign import DEEPSEEK
+from tests.tables.tiny import tiny
 from tests.work import counted
 
 LAYER = "model.layers.{}.self_attn.{}_proj.weight"
@@ -458,3 +464,32 @@ def test_deepseek_v4_is_read_by_its_names_on_the_hub_as_by_transformers(tmp_path
     drafts = {f"mtp.0.{name}": (3, 4) for name in ("e_proj.weight", "attn.kv_norm.weight", "ffn.experts.2.w1.weight")}
     more = {name: TensorSpec(name, shape, "float32") for name, shape in drafts.items()}
     assert set(structure(config, specs[1] | more).ignored) == set(drafts)
+
+
+# names in the model of transformers
+
+
+@pytest.mark.parametrize("case", ["deepseek_v4", "llama-bare", "mixtral", "minimax_m3", "qwen3_5"])
+def test_every_linear_of_the_model_has_a_site(tmp_path: Path, case: str) -> None:
+    """transformers asks with these names what is quantized; each is that of its own model."""
+    made = tiny(case, tmp_path)
+    sites = structure(made.config, made.specs).sites
+    model, _ = build_weightless(open_source(tmp_path))
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert linear <= {name for site in sites for name in site.live or (site.module,)}
+    assert any(site.live for site in sites) == (case == "deepseek_v4")
+
+
+def test_names_of_the_hub_have_those_of_the_model() -> None:
+    config = BERT | {"architectures": ["BertForMaskedLM"]}
+    named = [(name.removeprefix("bert."), spec) for name, spec in headers(config).items()]
+    sites = structure(config, {name: replace(spec, name=name) for name, spec in named}).sites
+    query = "encoder.layer.0.attention.self.query"
+    assert {site.module: site.live for site in sites}[query] == (f"bert.{query}",)
+
+
+def test_a_name_of_a_module_that_no_row_has_is_refused() -> None:
+    file = read_table(mappings() / "arch" / "deepseek_v4.toml")
+    data = file.data | {"live": {"model.layers.{l}.attn.wq": "model.layers.{l}.self_attn.q_proj"}}
+    with pytest.raises(TableError, match=r"no row has the weight of `model\.layers\.\{l\}\.attn\.wq`"):
+        parse_arch(replace(file, data=data), load_roles())

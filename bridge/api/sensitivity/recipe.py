@@ -58,7 +58,7 @@ def check_recipe(source: Source, structure: Structure, destination: Destination,
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "recipe.toml"
         path.write_text(text, encoding="utf-8")
-        scheme = load_scheme(path).bound(structure.sites)
+        scheme = plans.scheme_of(path, None, structure, source)
     plans.plan_of(source, structure, destination.target, scheme, dict(destination.options), destination.runtime)
 
 

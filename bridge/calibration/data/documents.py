@@ -92,7 +92,7 @@ def _dataset(name: str, load_tokenizer: Callable[[], Any], samples: int, field: 
         from datasets import load_dataset
     except ImportError as cause:
         raise CalibrationError(
-            f"{name}: no such file, and reading it as a dataset id needs `{install('calibrate')}`"
+            f"{name}: no such file, and reading it as a dataset id needs {install('calibrate')}"
         ) from cause
     repo, _, config = name.partition(":")
     try:

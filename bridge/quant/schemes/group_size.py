@@ -16,24 +16,40 @@ NOTE = "INT4 blocks of {size} instead of {first}: {module} has in = {width}, and
 
 
 def with_dividing_blocks(scheme: Scheme, structure: Structure, specs: Mapping[str, TensorSpec]) -> Scheme:
-    """The scheme with the largest size that divides all of the model; unchanged if none does, or none has to."""
-    if scheme.rules or not any(_has_blocks(numeric) for numeric in scheme.weight):
+    """The scheme with the largest size that divides all of the model; unchanged if none does, or none has to.
+
+    A recipe's rules name schemes too: their blocks have the same size.
+    """
+    if not any(map(_has_blocks, scheme.formats)):
         return scheme
     widths = {
         site.module: width
         for site in structure.sites
-        if isinstance(scheme.format_of(site), Format) and (width := _width(site, specs.get(site.weight)))
+        if isinstance(form := scheme.format_of(site), Format) and _has_blocks(form)
+        if (width := _width(site, specs.get(site.weight)))
     }
     size = next((size for size in SIZES if all(width % size == 0 for width in widths.values())), SIZES[0])
     if size == SIZES[0]:
         return scheme
     module = next(module for module, width in widths.items() if width % SIZES[0])
-    weight = tuple(replace(one, block=(size,)) if _has_blocks(one) else one for one in scheme.weight)
+    rules = tuple(replace(rule, format=_in_blocks(rule.format, size)) for rule in scheme.rules)
     note = NOTE.format(size=size, first=SIZES[0], module=module, width=widths[module])
-    return replace(scheme, weight=weight, note=note)
+    return replace(scheme, weight=_weight(scheme.weight, size), rules=rules, note=note)
 
 
-def _has_blocks(numeric: Numeric) -> bool:
+def _in_blocks(form: Format | None, size: int) -> Format | None:
+    return form and replace(form, weight=_weight(form.weight, size))
+
+
+def _weight(weight: tuple[Numeric, ...], size: int) -> tuple[Numeric, ...]:
+    return tuple(replace(one, block=(size,)) if _is_int4(one) else one for one in weight)
+
+
+def _has_blocks(form: Format) -> bool:
+    return any(map(_is_int4, form.weight))
+
+
+def _is_int4(numeric: Numeric) -> bool:
     return (numeric.dtype, numeric.block) == ("int4", (SIZES[0],))
 
 

@@ -244,8 +244,14 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         if func is aten.cat.default and len(args[0]) == 1:
             return args[0][0]
-        result = func(*args, **(kwargs or {}))
         inputs = tensors_in(*args)
+        try:
+            result = func(*args, **(kwargs or {}))
+        except RuntimeError:
+            if func not in (aten._reshape_alias.default, aten._unsafe_view.default, aten.view.default):
+                raise
+            # `reshape` had cloned what is no view, and was given the tensor itself above
+            result = args[0].clone(memory_format=torch.contiguous_format).view(args[1])
         known = {_address(t) for t in inputs}
         for tensor in tensors_in(result):
             if _address(tensor) not in known:

@@ -20,7 +20,8 @@ from bridge.tables.expressions.grammar import Call, Expr, Formula, parse_formula
 
 _KEYS = [
     "architectures", "prefix", "prefixes", "bare", "order", "scaled", "config", "computes", "reads", "dims",
-    "dims_of_layer", "legacy", "inputs", "one_of", "together", "layouts", "foreign", "prune", "let", "rows", "rows_if",
+    "dims_of_layer", "legacy", "live", "inputs", "one_of", "together", "layouts", "foreign", "prune", "let", "rows",
+    "rows_if",
     "rows_for", "split", "stacked", "tied_if", "ignore", "ignore_if", "ignore_for",
 ]  # fmt: skip
 Layouts = dict[str, tuple[str, Place]]  # architecture -> the name of its layout in a dialect, and where it is given
@@ -69,7 +70,8 @@ class ArchTable:
     each expert, of checkpoints that have no stacks of them; `stacked`: rows of stacks, of checkpoints that have them
     instead of a tensor of each expert. `computes`: fields of the config that change what the model computes and no
     tensor, with their defaults. `one_of`: sets of roles of which each layer has exactly one, `together`: all or none.
-    `dims_of_layer`: dims that layers have of their own.
+    `dims_of_layer`: dims that layers have of their own. `live`: module of a row -> its name in the model of
+    transformers, if it has another there.
     """
 
     file: TableFile
@@ -93,6 +95,7 @@ class ArchTable:
     one_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     together: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     dims_of_layer: Mapping[str, Formula] = field(default_factory=dict)
+    live: Mapping[str, str] = field(default_factory=dict)
 
     def with_other_experts(self) -> ArchTable:
         """Return the table of a checkpoint that has a tensor of each expert instead of stacks, or the reverse."""
@@ -226,6 +229,7 @@ def parse_arch(file: TableFile, roles: Roles) -> ArchTable:
         _scaled(file, roles), _split(file, roles, rows),
         _stacked(file, roles, rows, [*config, *dims]), _computes(file, config, formulas),
         _sets(file, "one_of", roles, roles.one_of), _sets(file, "together", roles, roles.together), layer_dims,
+        _live(file, rows),
     )  # fmt: skip
 
 
@@ -236,6 +240,16 @@ def _computes(file: TableFile, config: Mapping[str, object], formulas: Iterable[
     return {name: value for name, value in config.items() if name not in used} | {
         name: None if value == "none" else value for name, value in given.items()
     }
+
+
+def _live(file: TableFile, rows: Iterable[Row]) -> dict[str, str]:
+    """The names of [live]; each is that of a row's module."""
+    modules, live = {row.name.removesuffix(".weight") for row in rows}, file.texts("live")
+    for module in live:
+        if module not in modules:
+            hint = nearest(module, modules)
+            raise file.place("live", module).error(f"no row has the weight of `{module}`", hint=hint)
+    return live
 
 
 def let_of(file: TableFile) -> dict[str, Formula]:

@@ -13,7 +13,7 @@ from bridge.core.text import number
 from bridge.core.values import Cut, Feed, Site, Structure, TensorSpec
 from bridge.tables.architectures.arch import ArchTable, load_arch
 from bridge.tables.architectures.input_groups import groups_of, singles_of
-from bridge.tables.architectures.match import Entry, Matched, architecture_of, match, role_shape
+from bridge.tables.architectures.match import Entry, Matched, architecture_of, match, numbered, role_shape
 from bridge.tables.architectures.mismatches import problems
 from bridge.tables.architectures.module_order import module_order
 from bridge.tables.expressions.grammar import Call, Expr, Ref
@@ -155,7 +155,17 @@ def _site(matched: Matched, name: str, entry: Entry, layer: int | None, expert: 
         expert=expert,
         keep=next((_KEEP[kind] for kind in sorted(kinds) if kind in _KEEP), ""),
         shares=f"{layer}.{expert}" if gated else "",
+        live=() if entry.row.stacks or expert is not None else _live(matched, name, entry, layer),
     )
+
+
+def _live(matched: Matched, name: str, entry: Entry, layer: int | None) -> tuple[str, ...]:
+    """The module of a row in the model of transformers, if the tensor has another name in the checkpoint."""
+    table, module = matched.table, entry.row.name.removesuffix(".weight")
+    live = numbered(table.live.get(module, module), layer, None)
+    if matched.architecture in table.bare:
+        live = live.removeprefix(table.prefix)
+    return () if live == name.removesuffix(".weight") else (live,)
 
 
 def _tied_heads(matched: Matched) -> list[Site]:
@@ -166,7 +176,8 @@ def _tied_heads(matched: Matched) -> list[Site]:
         stored = matched.tied.get(entry.name)
         if stored and any(vocabulary[role].kind == "head" for role in entry.roles):
             module = entry.name.rpartition(".")[0]
-            sites.append(Site(module, stored, "out_in", entry.roles, keep=f"output head, tied to {stored}"))
+            keep, live = f"output head, tied to {stored}", _live(matched, entry.name, entry, None)
+            sites.append(Site(module, stored, "out_in", entry.roles, keep=keep, live=live))
     return sites
 
 

@@ -141,11 +141,12 @@ def config_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 def quantization_config(plan: Plan) -> dict[str, Any] | None:
     """The section that runtimes read; None if nothing is quantized."""
+    # transformers takes the format of experts from the first group, unless an expression names them.
     quantized = [
         (module, step.format)
-        for step in plan.quantized
+        for step in sorted(plan.quantized, key=lambda step: not (step.site and step.site.experts))
         if step.site and step.format
-        for module in (step.site.module, *step.site.asked)
+        for module in (step.site.module, *step.site.asked, *step.site.live)
     ]
     # What differs in how it was calibrated or folded is one group: some servers find no experts by their names.
     alike = grouped(quantized, lambda pair: json.dumps(_group(pair[1], [])))
@@ -171,9 +172,12 @@ def quantization_config(plan: Plan) -> dict[str, Any] | None:
 
 
 def ignored(plan: Plan) -> list[str]:
-    """Modules of unquantized matrices, by name, since a group's target is the class of all of them."""
-    sites = (s.site for s in plan.steps if s.site and s.format is None and s.site.keep != "embedding")
-    kept = [name for site in sites for name in listed_as(site)]
+    """Modules of unquantized matrices, by name, since a group's target is the class of all of them.
+
+    Servers translate names of the file; transformers does not, and asks with those of its model (`Site.live`).
+    """
+    sites = [s.site for s in plan.steps if s.site and s.format is None and s.site.keep != "embedding"]
+    kept = [name for site in sites for name in (*listed_as(site), *site.live)]
     tied = [alias.removesuffix(".weight") for alias in plan.tied if alias.endswith(".weight")]
     return list(dict.fromkeys([*kept, *tied]))
 
