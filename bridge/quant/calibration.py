@@ -285,7 +285,9 @@ def _parse(metadata: Mapping[str, str], arrays: Mapping[str, Any]) -> Calibratio
             raise ValueError(f"unknown tensor {name!r}")
     said = header["provenance"]
     return Calibration(
-        provenance=typed(Provenance, {"chosen": "", "weights": "", **said} if isinstance(said, dict) else said),
+        provenance=typed(
+            Provenance, {"chosen": "", "weights": "", "codes": "", **said} if isinstance(said, dict) else said
+        ),
         **statistics,
         applied=typed(tuple[Applied, ...], header["applied"]),
         held_out=_parse_held_out(held_out, header.get("perplexity")) if held_out else None,

@@ -1,8 +1,9 @@
-"""GPTQ by columns in the order of inputs, against its definition, ModelOpt's without an order, and plain rounding."""
+"""GPTQ by columns in the order of inputs, against its definition and plain rounding."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ import torch
 
 import bridge
 from bridge.calibration.importance.columns import column_codes
-from bridge.core.errors import PlanError, SchemeError
+from bridge.core.errors import CalibrationError, PlanError, SchemeError
 from bridge.core.values import Numeric
 from bridge.quant.calibration import Calibration
 from bridge.quant.codec.search import searched_scales
+from bridge.quant.schemes.load import load_scheme
 from tests.models.decoder_families import build
 
 BLOCK = 16
@@ -74,22 +76,6 @@ def test_outputs_err_less_than_with_the_nearest_codes(cols: int) -> None:
     assert error(codes) < 0.75 * error(nearest)
 
 
-def test_without_an_order_codes_are_those_of_modelopt() -> None:
-    """All inputs are alike, so that the order is the natural one; scales are amax / 7."""
-    from modelopt.torch.quantization.utils import calib_utils
-
-    if not hasattr(calib_utils, "update_hessian"):
-        pytest.skip("another ModelOpt")
-    weight, x, _ = problem(24, 64, seed=2)
-    x = x / x.square().sum(0).sqrt()
-    gram = x.T @ x
-    gram.diagonal().fill_(1.0)
-    scales = weight.reshape(24, -1, BLOCK).abs().amax(-1) / 7
-    got = column_codes(weight, gram, scales, NUMERIC, 0.01)
-    want = by_definition(weight, gram, scales, 0.01)
-    assert torch.equal(got.double(), want) or (got == want).float().mean() > 0.995
-
-
 def test_a_block_of_zeros_and_a_silent_input_have_codes() -> None:
     weight, x, scales = problem(8, 32)
     weight[3, :BLOCK], scales[3, 0], x[:, 5] = 0, 0, 0
@@ -132,6 +118,30 @@ def test_another_models_codes_are_refused(model: Any, calibration: Calibration, 
             weight.mul_(1.01)
     with pytest.raises(bridge.core.errors.BridgeError, match="other weights"):
         bridge.convert(other, "hf", "int4:gptq", tmp_path / "out", calib=calibration, format="awq", progress=False)
+
+
+@pytest.mark.parametrize("other", ["int4_gptq", "blocks of 64", "positive"])
+def test_codes_of_another_rounding_are_refused(model: Any, calibration: Calibration, other: str, tmp_path: Any) -> None:
+    scheme = load_scheme("int4_gptq" if other == "int4_gptq" else "int4:gptq")
+    change = {"blocks of 64": {"block": (64,)}, "positive": {"search": "positive"}}.get(other, {})
+    scheme = replace(scheme, weight=(replace(scheme.weight[0], **change),))
+    options = {"calib": calibration, "format": "compressed-tensors", "verify": False, "progress": False}
+    with pytest.raises(
+        CalibrationError, match=r"codes of gptq int4 block 128 either, and scheme .* calibrate for this"
+    ):
+        bridge.convert(model, "hf", scheme, tmp_path / "out", **options)
+
+
+def test_the_cache_is_calibrated_beside_them(model: Any) -> None:
+    found = bridge.calibrate(model, "int4:imatrix", data=BATCHES, samples=None, kv="fp8")
+    attention = [f"model.layers.{at}.self_attn" for at in range(model.config.num_hidden_layers)]
+    assert sorted(found.k_amax) == sorted(found.v_amax) == attention
+    assert all(float(amax) > 0 for amax in (*found.k_amax.values(), *found.v_amax.values()))
+
+
+def test_what_modelopt_cannot_simulate_is_not_measured(model: Any) -> None:
+    with pytest.raises(CalibrationError, match="int4:gptq cannot be measured: ModelOpt has no quantizer"):
+        bridge.sensitivity(model, "int4:gptq", data=BATCHES)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.core.errors import SchemeError, UsageError
+from bridge.core.errors import SchemeError, SourceError, UsageError
 from bridge.core.values import Encoding, Numeric
+from bridge.quant.codec.blocks import grid
 from bridge.quant.codec.decode import decode
 from bridge.quant.codec.encode import encode
 from bridge.quant.codec.search import searched_scales
 from bridge.quant.schemes.catalog import read_rule, scheme_names
 from bridge.quant.schemes.load import load_scheme
+from bridge.verification.weight_error import Comparer, StoredCodes, Tolerance
 
 WORDS = Encoding(packed="int32", scale_dtype="float16")
 EITHER, POSITIVE = (Numeric("int4", "block", (32,), search=search) for search in ("either", "positive"))
@@ -100,6 +102,32 @@ def test_a_block_of_zeros_has_a_scale_and_codes_of_zero() -> None:
         arrays = encode(weight, "float32", (EITHER,), coding=WORDS, importance=importance)
         assert stored_scales(arrays)[2, 1] > 0
         assert not decode(arrays, (EITHER,), weight.shape, coding=WORDS)[2, 32:64].any()
+
+
+@pytest.mark.parametrize("numeric", [EITHER, POSITIVE])
+def test_a_block_whose_inputs_are_always_zero_has_the_scale_of_no_importance(numeric: Numeric) -> None:
+    importance = np.ones(96, np.float32)
+    importance[32:64] = 0
+    searched = searched_scales(matrix(), "float32", numeric, importance)
+    np.testing.assert_array_equal(searched[:, 1], searched_scales(matrix(), "float32", numeric, None)[:, 1])
+    assert (searched[:, 0] != searched_scales(matrix(), "float32", numeric, None)[:, 0]).any()
+
+
+def test_a_scale_that_its_dtype_does_not_hold_is_refused() -> None:
+    with pytest.raises(SourceError, match=r"a scale does not fit its dtype; .*--dtype"):
+        encode(matrix() * np.float32(1e8), "float32", (EITHER,), coding=WORDS)
+
+
+def test_a_negative_scale_fails_the_proof_of_a_scheme_with_positive_ones() -> None:
+    weight = matrix()
+    for numeric, unusable in ((EITHER, False), (Numeric("int4", "block", (32,)), True), (POSITIVE, True)):
+        made = encode(weight, "float32", (EITHER,), coding=WORDS)
+        kind = StoredCodes((numeric,), grid(numeric, weight.shape, "out_in"), "int32", WORDS, None)
+        for signed in (False, True):  # of a source's codes they may be negative where the layout has such
+            sums = Comparer(kind, "float32", Tolerance(signed=signed)).rows(
+                weight, made["codes"].view(np.uint8), made["scale"]
+            )
+            assert bool(sums.scales.unusable) == (unusable and not signed)
 
 
 def test_names_with_a_colon_are_schemes_in_any_case() -> None:

@@ -128,7 +128,8 @@ def test_negative_scales_of_a_source_are_copied_where_they_are_read(tmp_path: Pa
 
 def test_a_program_that_reads_positive_scales_alone_gets_them() -> None:
     plan = bridge.plan(LLAMA, "edgellm", "int4:rtn")
-    assert any(note.endswith("positive scales") for note in plan.notes)
+    assert any(note.endswith("the program takes no others") for note in plan.notes)
+    assert plan.scheme_digest == bridge.plan(LLAMA, "vllm", "int4:rtn").scheme_digest
     assert {step.format.weight[0].search for step in plan.quantized if step.format} == {"positive"}
     plan = bridge.plan(LLAMA, "vllm", "int4:rtn")
     assert {step.format.weight[0].search for step in plan.quantized if step.format} == {"either"}

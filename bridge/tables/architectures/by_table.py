@@ -66,7 +66,7 @@ def _structure(
     return replace(
         inner,
         architecture=architecture_of(config),
-        sites=(*sites, *inner.sites),
+        sites=tuple(_with_live(site, composite) for site in (*sites, *inner.sites)),
         order=(*order, *inner.order),
         embeddings=(*looked_up, *inner.embeddings),
     )
@@ -80,6 +80,12 @@ def _with_aliases(found: Structure, aliases: Mapping[str, str]) -> Structure:
         order=tuple(aliases.get(name, name) for name in found.order),
         sites=tuple(replace(site, module=modules.get(site.module, site.module)) for site in found.sites),
     )
+
+
+def _with_live(site: Site, composite: Composite) -> Site:
+    """A site with its name in transformers' model, which asks for those of single experts nowhere."""
+    known = site.stacked or site.expert is not None
+    return site if known else replace(site, live=composite.live_names(site.module))
 
 
 def _numbers(composite: Composite, config: Mapping[str, Any]) -> dict[str, int] | None:

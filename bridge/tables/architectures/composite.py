@@ -4,6 +4,7 @@
     [names]     the beginning of a name in that class's table = its beginning here
     [outer]     entries of the text model that stand beside text_config = their defaults
     [only]      where config.json has an entry = its value: with another one the table says nothing
+    [live]      the beginning of a module's name here = its beginning in transformers' model, where that is another
     [dims]      number = where config.json has it, `a.b or a.c` if releases differ; `a.b.0` is the first of a list
     [carried]   tensor = what it is and its shape: linear, convolution, embedding, vector or parameter
 
@@ -28,7 +29,7 @@ from bridge.tables.architectures.arch import INDEX, ArchTable, Row, load_arch
 from bridge.tables.architectures.match import architecture_of
 from bridge.tables.expressions.grammar import Formula, parse_shape
 
-_KEYS = ("architectures", "reads", "text", "names", "outer", "only", "dims", "carried")
+_KEYS = ("architectures", "reads", "text", "names", "outer", "only", "live", "dims", "carried")
 # what a tensor is -> the layout of its site, "" for none, and how many axes it may have
 KINDS = {
     "linear": ("out_in", (2,)), "convolution": ("conv", (3, 4, 5)), "embedding": ("", (2,)), "vector": ("", (1,)),
@@ -65,8 +66,14 @@ class Composite:
     names: Mapping[str, str]
     outer: Mapping[str, object]
     only: Mapping[str, object]
+    live: Mapping[str, str]
     dims: Mapping[str, str]
     carried: tuple[Carried, ...]
+
+    def live_names(self, module: str) -> tuple[str, ...]:
+        """The name of a module in transformers' model, () if it is the same."""
+        begin = next((begin for begin in self.live if module.startswith(begin)), "")
+        return (self.live[begin] + module.removeprefix(begin),) if begin else ()
 
 
 @dataclass(frozen=True)
@@ -171,7 +178,9 @@ def parse_composite(file: TableFile) -> Composite:
     if not carried or carried[0].index:
         raise file.header("carried").error("the first tensor is one of the whole tower, by which its names are known")
     names, outer, only = file.texts("names"), file.section("outer"), file.section("only")
-    return Composite(file, architectures, file.data["reads"], text, names, outer, only, dims, carried)
+    return Composite(
+        file, architectures, file.data["reads"], text, names, outer, only, file.texts("live"), dims, carried
+    )
 
 
 def _carried(file: TableFile, name: str, row: str, dims: Mapping[str, object]) -> Carried:
@@ -207,6 +216,9 @@ def problems_of_composite(composite: Composite) -> Iterator[str]:
     for begin, here in composite.names.items():
         if not any(row.name.startswith(here) for name in composite.text.values() for row in rows_here(composite, name)):
             yield str(file.place("names", begin).error(f"no row of the text model begins with `{begin}`"))
+    for begin in composite.live:
+        if not any(name.startswith(begin) for name in (*known, *(row.name for row in composite.carried))):
+            yield str(file.place("live", begin).error(f"no row begins with `{begin}`"))
     for row in composite.carried:
         if row.name in known:
             yield str(row.place.error("the text model has a row of this name"))
