@@ -10,7 +10,6 @@ from typing import Any
 from bridge.core.errors import UsageError
 from bridge.core.mappings import TableFile, read_table, table_files
 from bridge.core.text import nearest
-from bridge.core.values import EITHER
 from bridge.planning.contracts import FLAGS, Contract, Evidence, Row, Runtime, SparseKernels
 from bridge.planning.faults import FAULTS
 
@@ -19,13 +18,13 @@ OF_TARGETS = ("graphs", "tokens", "gpus", "elsewhere", "multiplies")  # sections
 # key of a section -> its type; a section has evidence in the last ones
 CONTRACT_KEYS: dict[str, type] = {
     "target": str, "options": dict, "prescales": bool, "kept": bool, "unlike": bool, "kv": dict, "loads": dict,
-    "stacked": dict, "split": dict, "mixed": dict, "head": dict, "plain": dict, "ranks": dict, "sparse": dict,
-    "buffers": dict, "but_not": list, "float32_as": str,
+    "stacked": dict, "split": dict, "mixed": dict, "either": dict, "head": dict, "plain": dict, "ranks": dict,
+    "sparse": dict, "buffers": dict, "but_not": list, "float32_as": str,
 }  # fmt: skip
 CONDITIONS: dict[str, type] = {
     "whole": bool, "parts": bool, "beside": bool,
     "out": int, "in": int, "experts": bool, "prescales": bool, "dtypes": list, "but_not": list, "only": list,
-    "inputs": str, "computes": str, "since": str, "scales": str,
+    "inputs": str, "computes": str, "since": str,
 }  # fmt: skip
 HOW = ("run", "built", "read")
 _NUMERIC = (
@@ -135,7 +134,9 @@ def _contract(file: TableFile, name: str) -> Contract:
         raise file.place(section, "float32_as").error(f"dtype {dtype!r} is unknown", hint=nearest(dtype, FLAGS))
     rows = {part: file.section(f"{section}.{part}") for part in ("loads", "kv")}
     known: dict[str, Any] = {
-        key: _evidence(file, section, key, words[key]) for key in ("mixed", "head", "ranks", "buffers") if key in words
+        key: _evidence(file, section, key, words[key])
+        for key in ("mixed", "either", "head", "ranks", "buffers")
+        if key in words
     }
     known |= {
         kind: {name: _evidence(file, f"{section}.{kind}", name, how) for name, how in words.get(kind, {}).items()}
@@ -179,8 +180,6 @@ def _row(file: TableFile, section: str, key: str, value: Any, form: re.Pattern[s
             raise place.error(f"{name} = {condition}: matrices have a multiple of it, so it is at least 1")
         if isinstance(condition, list) and not all(isinstance(word, str) for word in condition):
             raise place.error(f"`{name}` is a list of names, not {condition!r}")
-    if given.get("scales", EITHER) != EITHER:
-        raise place.error(f"scales = {given['scales']!r} is unknown", hint=f'scales = "{EITHER}", or leave it out')
     for dtype in given.get("dtypes", ()):
         if dtype not in FLAGS:
             raise place.error(f"dtype {dtype!r} is unknown", hint=nearest(dtype, FLAGS))

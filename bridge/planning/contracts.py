@@ -68,7 +68,6 @@ class Row:
     `but_not`, whose classes do not read it; `only`, the ones that evidence is about, empty if any. `inputs`: what the
     program rounds inputs to although the scheme leaves them. `computes`: what a compiler makes of the products, "gemm"
     of codes on both sides, "weight-only" or "dequantized". `since`: the first architecture of GPUs with the formats.
-    `scales`: "either" if scales of the weight may be negative.
     `whole`: whether both extents of a matrix are multiples of its block's. Of modules that its model joins or cuts:
     `parts`, whether they may be quantized; `beside`, whether they, and experts, may stay unquantized.
     """
@@ -84,7 +83,6 @@ class Row:
     inputs: str = ""
     computes: str = ""
     since: str = ""
-    scales: str = ""
     whole: bool = False
     parts: bool = True
     beside: bool = True
@@ -112,12 +110,12 @@ class Contract:
     `loads`: weights and inputs, in the words of `contract_words`, to its row. `kv`: the same of the KV cache.
     `prescales`: whether formats with pre-scales may be written for it. `kept`: whether it reads matrices that it fuses
     if they stay unquantized in a quantized model. `unlike`: whether experts may differ in format, and routers be
-    quantized. None if there is no evidence: `mixed`, that modules may differ in format; `head`, that the output head
-    may be quantized; `plain`, for unquantized output; `ranks`, that ranks may share matrices; `buffers`, that keys and
-    values may lie in buffers of one length; `sparse`, that it has kernels for 2:4 zeros in these files as they are.
-    Architectures whose source has a layer's experts in one tensor -> how it is known that it reads them: `stacked`, in
-    one still; `split`, as modules of each. `but_not`: architectures that it loads in no format. `float32_as`: the dtype
-    of a float32 source.
+    quantized. None if there is no evidence: `mixed`, that modules may differ in format; `either`, that scales of INT4
+    may be negative; `head`, that the output head may be quantized; `plain`, for unquantized output; `ranks`, that ranks
+    may share matrices; `buffers`, that keys and values may lie in buffers of one length; `sparse`, that it has kernels
+    for 2:4 zeros in these files as they are. Architectures whose source has a layer's experts in one tensor -> how it
+    is known that it reads them: `stacked`, in one still; `split`, as modules of each. `but_not`: architectures that it
+    loads in no format. `float32_as`: the dtype of a float32 source.
     """
 
     target: str
@@ -125,6 +123,7 @@ class Contract:
     loads: Mapping[str, Row]
     kv: Mapping[str, Row] = field(default_factory=dict)
     mixed: Evidence | None = None
+    either: Evidence | None = None
     prescales: bool = True
     kept: bool = True
     unlike: bool = True
@@ -160,9 +159,8 @@ class Contract:
 
     def reads_negative(self, scheme: Scheme) -> bool:
         """Whether it takes scales of either sign in each format of a scheme that has such."""
-        signed = [format_ for format_ in scheme.formats if with_positive_scales(format_) != format_]
-        rows = [self.loads.get(contract_words(format_)) for format_ in signed]
-        return all(row is None or row.scales == EITHER for row in rows)
+        signed = any(with_positive_scales(format_) != format_ for format_ in scheme.formats)
+        return self.either is not None or not signed
 
     def written_by(self, plan: Plan) -> bool:
         """Whether the plan is for this target and these options.
@@ -283,7 +281,7 @@ def _evidence(runtime: Runtime, contract: Contract, plan: Plan, rows: Sequence[R
     yield from (contract.kv[kv].evidence for kv in _caches(plan))
     used = (
         (contract.mixed, len(rows) > 1), (contract.head, _heads(plan)), (contract.ranks, _ranks(plan) > 1),
-        (contract.buffers, _buffers(plan)),
+        (contract.buffers, _buffers(plan)), (contract.either, _signed(plan)),
     )  # fmt: skip
     yield from (evidence for evidence, is_used in used if evidence and is_used)
     for known, experts in ((contract.stacked, _stacked(plan)), (contract.split, _split(plan))):
@@ -298,6 +296,12 @@ def _buffers(plan: Plan) -> int:
     """Tokens of the buffers that keys and values lie in; 0 for caches that grow."""
     cache = plan.options.get("cache", False)
     return 0 if isinstance(cache, bool) else int(cache)
+
+
+def _signed(plan: Plan) -> list[str]:
+    """The modules whose scales may be negative."""
+    steps = (step for step in plan.quantized if step.site and step.format and step.format.weight[0].search == EITHER)
+    return [step.site.module for step in steps if step.site]
 
 
 def _heads(plan: Plan) -> list[str]:
@@ -361,6 +365,9 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
             yield "", why
     if contract.buffers is None and _buffers(plan):
         yield "", f"no run shows that it reads keys and values in buffers (cache={_buffers(plan)}); leave out cache"
+    if contract.either is None:
+        mend = f"--for {runtime.name} writes positive ones, but for codes that are calibrated"
+        yield from ((module, f"reads no negative scales: {mend}") for module in _signed(plan))
     if contract.head is None:
         yield from ((module, "no run and no source shows that it reads a quantized head") for module in _heads(plan))
     yield from _experts(contract, plan)
@@ -446,8 +453,6 @@ def _fewer_ranks(runtime: Runtime, contract: Contract, plan: Plan) -> int:
 def _misfits(row: Row, step: Step, plan: Plan, followed: bool) -> Iterator[str]:
     """Why a matrix, which others may follow in a fused one, does not fit a row."""
     assert step.site and step.format
-    if step.format.weight[0].search == EITHER and row.scales != EITHER:
-        yield "negative scales are not read (--for chooses positive ones, but for codes that are calibrated)"
     if (step.site.expert is not None or step.site.stacked) and not row.experts:
         yield "experts are not read in this format"
     out, inner = _out_in(step, plan)
