@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
-from bridge.core.errors import PlanError, SchemeError, UsageError
+from bridge.core.errors import PlanError, SchemeError, SourceError, UsageError
 from bridge.core.machine import without_collection
 from bridge.core.text import byte_count, number
 from bridge.core.values import Structure, main_dtype
@@ -18,7 +18,7 @@ from bridge.planning.make import PlanInputs, check_weights, incompatibilities, m
 from bridge.planning.memory import process_memory, stream_memory
 from bridge.planning.passthrough import passthrough_scheme
 from bridge.planning.plan import Plan
-from bridge.planning.registries import leave_plain
+from bridge.planning.registries import leave_plain, why_too_old
 from bridge.planning.structure import structure_of
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.group_size import with_dividing_blocks
@@ -214,6 +214,8 @@ def _checked(plan: Plan, inputs: PlanInputs) -> Plan:
         plan = replace(plan, running=running)
     if not calibrates:
         return plan
+    if why := why_too_old(inputs.source.config):
+        raise SourceError(f"{inputs.source.where}: {why}")
     assert inputs.scheme
     return replace(plan, calibration=need_of(inputs.source, inputs.structure, inputs.scheme).line())
 

@@ -460,7 +460,7 @@ def _misfits(row: Row, step: Step, plan: Plan, followed: bool) -> Iterator[str]:
         yield f"out = {out} is not a multiple of {row.out}, {FUSED}"
     if inner % row.inner:
         yield f"in = {inner} is not a multiple of {row.inner}"
-    tiles = step.format.weight[0].block if row.whole and step.format else (1, 1)
+    tiles = step.format.weight[0].block if row.whole else (1, 1)
     for axis, size, tile in zip(("out", "in"), (out, inner), tiles, strict=True):
         if size % tile:
             yield f"{axis} = {size} is not a multiple of {tile}, and its tiles are equal parts of a matrix"

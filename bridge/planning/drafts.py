@@ -70,7 +70,7 @@ def lacking(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     numbers = sorted({at for at, _ in drafts.values() if at >= 0})
     count = max(count, 1) if joining and drafts and own else count
     if len(numbers) < count and (numbers or joining or not drafts):
-        there = f"tensors of {len(numbers)} are" if numbers else "no tensor is"
+        there = f"tensors of {len(numbers)} are" if numbers else "no layer is" if drafts else "no tensor is"
         return [f"of {number(count, 'draft layer')} {there} there"]
     main: dict[int, set[str]] = {}
     for name in names:
@@ -89,9 +89,13 @@ def lacking(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
             lacks = {part for part in lacks if not _MLP.search(part)}
         missing += [f"{part} of draft layer {at}" for part in sorted(lacks)]
         before = root.partition("mtp")[0]
-        needed = [word.format(name=root, n=at, last=numbers[-1]) for word in joining]
+        needed = [word.format(name=root, n=at) for word in joining if "{n}" in word or "{name}" in word]
         needed = [name if name.startswith(f"{root}.") else before + name for name in needed]
         missing += [name.removeprefix(f"{root}.") + f" of draft layer {at}" for name in needed if name not in modules]
+    for word in joining if numbers and count else ():
+        name = next(iter(drafts)).partition("mtp")[0] + word.format(name="", n="", last=numbers[-1])
+        if "{n}" not in word and "{name}" not in word and name not in modules:
+            missing.append(f"{name} of the draft layers")
     return missing
 
 
@@ -241,6 +245,7 @@ def _with_sites(
                 roles=() if main.keep else tuple(f"{DRAFT_ROLE}{role}" for role in main.roles),  # no router
                 shares=main.shares and f"{root}{main.expert}",
                 unreached=UNMEASURED,
+                live=(),  # no class of transformers has it
             )
             joined |= {name: joined[main.weight]} if main.weight in joined else {}
             roots[site.module] = root

@@ -1,9 +1,9 @@
 """Copy codes and scales of a quantized source into the target's layout.
 
 It never quantizes again. A code that is NaN and a scale that is not finite, negative or zero raise SourceError, with
-two exceptions: the E4M3 scale of a block under a scale of its weight (NVFP4) may be zero. Writers without a floor round
-the scales of tiny blocks to zero; every reader multiplies by them, so that the block is zeros everywhere. And a scale
-of integers may be negative (AutoRound's half of the time) where the layout takes that, `Encoding.signed`.
+two exceptions. The E4M3 scale of a block under a scale of its weight (NVFP4) may be zero: writers without a floor round
+the scales of tiny blocks to zero, and every reader multiplies by them, so that the block is zeros everywhere. A scale
+of integers may be negative, as half of AutoRound's are, where readers of the layout take that (`Encoding.signed`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from bridge.quant.codec.arrays import Array, cast, check_fits, transpose_into
 from bridge.quant.codec.blocks import packing
 from bridge.quant.codec.decode import values
 from bridge.quant.codec.fake_quant import fake_quantized
+from bridge.quant.codec.kernels import INTEGER_RANGE
 from bridge.quant.codec.packing import packed_codes
 from bridge.sources.quantized.dequantize import cells_of, code_rows, prescale, scale_rows
 from bridge.sources.quantized.parts import QuantizedTensors, QuantizedWeight
@@ -161,8 +162,13 @@ def _codes(stored: QuantizedWeight, begin: int, end: int) -> Array:
 def _scales(stored: QuantizedWeight, begin: int, end: int, signed: bool) -> Array:
     """Rows of the grid of scales, see `scale_rows`; SourceError if one is not a valid scale.  signed: negative is."""
     grid, kind = scale_rows(stored, begin, end), stored.format.weight[0].scale_dtype
-    known = (grid if stored.scale_is_float else values(grid, kind)), stored.parts["scale"]
-    _sound(np.abs(known[0]) if signed else known[0], known[1], zero=kind == "float8_e4m3fn")
+    scales, of = grid if stored.scale_is_float else values(grid, kind), stored.parts["scale"]
+    if stored.format.weight[0].dtype in INTEGER_RANGE and not signed and (scales < 0).any():
+        raise SourceError(
+            f"{of.spec.name}: {(scales < 0).sum()} of its scales are negative, which nothing reads in this layout; "
+            f"write them into compressed-tensors (--target hf --format compressed-tensors), or {REMEDY}"
+        )
+    _sound(np.abs(scales) if signed else scales, of, zero=kind == "float8_e4m3fn")
     return grid
 
 

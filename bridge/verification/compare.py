@@ -125,21 +125,20 @@ def _compare_whole(
     weights = step.format.weight
     tolerance = _tolerance(step, smoother, scales)
 
-    def sums_of(weight: Array, dtype: str) -> ErrorSums:
+    def sums_of(weight: Array, dtype: str, importance: Array | None = None) -> ErrorSums:
         return compare(
-            weight, dtype, arrays, weights,
-            layout=layout, transpose=step.transpose, coding=step.coding, tolerance=tolerance,
+            weight, dtype, arrays, weights, layout=layout, transpose=step.transpose, coding=step.coding,
+            tolerance=tolerance, importance=importance,
         )  # fmt: skip
 
-    sums = sums_of(bits, rows.spec.dtype)
+    importance = scales.importance_of_all(step)
+    sums = sums_of(bits, rows.spec.dtype, importance)
     if not step.format.compensated or scales.copies(step):
         return sums
     chosen = scales.chosen(step, source)
     if chosen is None:
         return replace(sums, not_nearest=0)
-    value = _chosen_values(
-        bits, rows.spec.dtype, chosen.whole(), weights[0], layout, scales.above(step), scales.importance_of_all(step)
-    )
+    value = _chosen_values(bits, rows.spec.dtype, chosen.whole(), weights[0], layout, scales.above(step), importance)
     return replace(sums, not_nearest=sums_of(value, "float32").not_nearest)
 
 

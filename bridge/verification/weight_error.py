@@ -214,8 +214,8 @@ class Comparer:
         block = self._first.block[0]
         stored = factor[:, :: block // self._blocks.across]  # ggml's blocks repeat a scale
         scales = searched_scales(bits, self._dtype, self._first, importance)
-        again = Scales((self._first,), self._dtype, self._coding, None).of_signed(scales)[1]
-        return int((again != stored).sum()) * block
+        again = Scales((self._first,), self._dtype, self._coding, None).of_signed(scales)[0]["scale"]
+        return int((to_float32(again, self._coding.scale_is) != stored).sum()) * block
 
     def _of_searched(self, values: Array, stored: Array, importance: Array | None) -> ErrorSums:
         """The error sums of float32 rows; with an importance, their codes are searched again."""
@@ -277,6 +277,7 @@ def compare(
     transpose: bool = False,
     coding: Encoding = PLAIN,
     tolerance: Tolerance = EXACT,
+    importance: Array | None = None,
 ) -> ErrorSums:
     """Return the error sums of `encode`'s arrays against the weight they were made from.
 
@@ -304,5 +305,5 @@ def compare(
     for part in _bits.chunks(blocks.rows, blocks.cols, math.lcm(8, down or 1)):
         chunk = _bits.transposed(flat[:, part]) if across else flat[part]
         lines = scale[part.start // down : -(-part.stop // down)] if down else scale
-        total += comparer.rows(chunk, codes[part.start // halves : -(-part.stop // halves)], lines)
+        total += comparer.rows(chunk, codes[part.start // halves : -(-part.stop // halves)], lines, importance)
     return total

@@ -87,7 +87,7 @@ def test_links_to_elsewhere_are_sources_of_the_comparison(site: Path, pages: dic
 
 
 def test_every_scheme_and_public_name_has_its_place(site: Path, pages: dict[Path, Page]) -> None:
-    assert all((site / "schemes" / f"{name}.html").is_file() for name in scheme_names())
+    assert all((site / "schemes" / f"{name.replace(':', '-')}.html").is_file() for name in scheme_names())
     for page, (_, _, names) in api.PAGES.items():
         anchors = pages[site / "reference" / f"{page}.html"].anchors
         assert all(api.home(name) in anchors for name in names)

@@ -1,4 +1,4 @@
-"""What a plan says of memory holds the process that converts, and is not far above.
+"""What a plan says of memory is near what the process takes that converts.
 
 With 262,144 tokens, 18 layers of width 640 and a tokenizer.json of 23.5 MB the command took 88 MB to `hf` (99 planned),
 288 MB to `gguf` (319), and 2.86 GB to `ort` with its outputs compared (2.71).

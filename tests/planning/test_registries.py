@@ -132,7 +132,7 @@ def test_first_versions_agree_with_the_installed_transformers() -> None:
     assert len(rows) > 300
     for name, first in rows.items():
         assert first_transformers(name) == first
-        assert Version(first) > here or name in listed  # a later version may be the first again
+        assert Version(first) > here or name in listed
         assert Version(first) <= here or name not in listed
     assert not {name for name in listed if transformers_since.CLASS.fullmatch(name) is None and name in rows}
 

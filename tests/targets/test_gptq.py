@@ -53,7 +53,7 @@ def calibration(scheme: str) -> Path:
         made.save(part / "calibration.safetensors")
         (part / "digest").write_text(made.digest)
 
-    return once.directory(f"gptq-{scheme}", make) / "calibration.safetensors"
+    return once.directory(f"gptq-{scheme.replace(':', '-by-')}", make) / "calibration.safetensors"
 
 
 @pytest.mark.slow

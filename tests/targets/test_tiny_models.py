@@ -43,7 +43,13 @@ REFUSED: dict[tuple[str, str], dict[str, str]] = {
         "w4a8_awq": "one level of weight quantization",
         "w4a8_nvfp4_fp8": "has FP4 in blocks of 16",
     },
-    ("trtllm", "tiny-llama"): {"fp8_block": r"out = 256\+64\+64 does not divide into tiles of 128"},
+    ("hf", "tiny-llama"): {"int4:gptq": "codes for scales of either sign"},
+    ("hf", "tiny-gpt2"): {"int4:gptq": "codes for scales of either sign"},
+    ("trtllm", "tiny-gpt2"): {"int4:gptq": "codes for scales of either sign"},
+    ("trtllm", "tiny-llama"): {
+        "int4:gptq": "codes for scales of either sign",
+        "fp8_block": r"out = 256\+64\+64 does not divide into tiles of 128",
+    },
 }
 
 
@@ -57,6 +63,7 @@ def model(request: pytest.FixtureRequest) -> tuple[Path, Calibration]:
         "smoothing_amax": {},
         "awq_scale": {},
         "weight_clip": {},
+        "input_square": {},
     }
     for step in plan.quantized:
         assert step.site
@@ -64,6 +71,7 @@ def model(request: pytest.FixtureRequest) -> tuple[Path, Calibration]:
         width = shape[0] if step.site.layout == "in_out" else shape[1]
         found["input_amax"][module] = np.array(4, np.float32)
         found["smoothing_amax"][module] = random.uniform(0.5, 4, width).astype(np.float32)
+        found["input_square"][module] = random.lognormal(0, 1, width).astype(np.float32)
         found["awq_scale"][module] = random.uniform(0.5, 2, width).astype(np.float32)
         blocks = math.prod(shape) // width, -(-width // 128)
         found["weight_clip"][module] = random.uniform(0.8, 1, blocks).astype(np.float32)
@@ -113,6 +121,8 @@ def test_every_scheme_is_written_and_proved_or_refused_in_words(
         return
     if scheme not in PRESCALED:  # amax of a smoothed input serves no other scheme
         calibration = replace(calibration, smoothing_amax={}, awq_scale={})
+    if not any(format_.weighted for format_ in load_scheme(scheme).formats):
+        calibration = replace(calibration, input_square={})
     if any(format_.chosen for format_ in load_scheme(scheme).formats):  # no statistic says which codes GPTQ chooses
         calibration = _chosen(directory, scheme)
     report = bridge.convert(directory, target, scheme, tmp_path / "out", calib=calibration, **options)

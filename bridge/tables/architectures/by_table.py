@@ -83,9 +83,9 @@ def _with_aliases(found: Structure, aliases: Mapping[str, str]) -> Structure:
 
 
 def _with_live(site: Site, composite: Composite) -> Site:
-    """A site with its name in transformers' model, which asks for those of single experts nowhere."""
-    known = site.stacked or site.expert is not None
-    return site if known else replace(site, live=composite.live_names(site.module))
+    """A site with its name in transformers' model, which does not ask for single experts."""
+    unasked = site.stacked or site.expert is not None
+    return site if unasked else replace(site, live=composite.live_names(site.module))
 
 
 def _numbers(composite: Composite, config: Mapping[str, Any]) -> dict[str, int] | None:

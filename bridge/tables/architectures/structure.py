@@ -24,7 +24,7 @@ _KEEP = {
     "head": "output head", "router": "router", "recurrent": "recurrent",
     "grouped": "a matrix for each group of heads, for which ModelOpt has no quantizer",
 }  # fmt: skip
-_CACHED = {"attn.q.weight", "mla.k_b.weight", "mqa.kv.weight"}  # one of each attention module that has keys
+_CACHED = {"attn.q.weight", "mla.k_b.weight", "mqa.kv.weight"}  # one of each attention module
 _MATRIX = 2  # axes
 
 
@@ -205,8 +205,13 @@ SHARED = {
 
 
 def cuts_of(matched: Matched) -> dict[str, Cut]:
-    """Return the roles of matrices that ranks share, each with the axis that they cut."""
-    cuts = {}
+    """Return the roles of matrices that ranks share, each with the axis that they cut.
+
+    None where layers have dims of their own: the same ranks would share other counts in each.
+    """
+    cuts: dict[str, Cut] = {}
+    if matched.table.dims_of_layer:
+        return cuts
     for entry in matched.entries:
         for name in entry.roles if entry.expected else ():
             role = matched.table.roles.roles[name]

@@ -31,9 +31,8 @@ class Drafting(DialectDrafting):
     """Steps of one file; call `drafted` once."""
 
     _notes: dict[str, None] = field(default_factory=dict)
-    _narrow: list[tuple[Placed, str, str]] = field(
-        default_factory=list
-    )  # what has other blocks, of which type, and why
+    # what has other blocks, of which type, and why
+    _narrow: list[tuple[Placed, str, str]] = field(default_factory=list)
 
     def drafted(self) -> Drafted:
         """Make the steps; problems name the row."""

@@ -248,5 +248,6 @@ def _unquantized(plan: Plan) -> list[str]:
     asks the dtypes of the stored tensors too.
     """
     heads = {step.site.module for step in plan.steps if step.site and step.site.keep.startswith("output head")}
+    heads |= {name for step in plan.steps if step.site and step.site.module in heads for name in step.site.live}
     heads |= {alias.removesuffix(".weight") for alias in plan.tied}
     return [module for module in ignored(plan) if module not in heads]

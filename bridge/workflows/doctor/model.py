@@ -54,7 +54,7 @@ def draft_layers(checkpoint: Checkpoint) -> Iterator[Finding]:
     drafts = drafts_among(checkpoint.specs, checkpoint.config)
     if extra := unpromised(checkpoint.config, drafts):
         count = number(promised(checkpoint.config), "draft layer")
-        what = f"is of a layer after those that the config counts: it promises {count}"
+        what = f"is of a layer after those that the config counts: it promises {count or 'none'}"
         mend = "set num_nextn_predict_layers in config.json if it drafts; `qbridge convert` leaves the layer out"
         yield Finding("drafts-unpromised", what, tuple(extra), mend)
 

@@ -19,7 +19,6 @@ from bridge.workflows.doctor.rescale import VALUES
 from bridge.workflows.doctor.scales import above
 
 LARGEST = 65504  # of float16; no weight comes near
-WORDS = ("int32", "awq")  # codes in words of 32 bits: AutoRound, GPTQ and AWQ give them negative scales too
 ZERO, NEGATIVE = "is zero, and codes under it are not: those weights are lost", "is negative"
 INVALID, HUGE = "holds NaN or infinity", f"gives weights above {LARGEST}"
 MEND = "get the checkpoint again, or quantize the model again"
@@ -59,7 +58,7 @@ def _of_blocks(weight: QuantizedWeight, factor: float) -> Iterator[str]:
         scales = bits if weight.scale_is_float else values(bits, numeric.scale_dtype)
         if not (finite := np.isfinite(scales)).all():
             yield INVALID
-        if weight.coding.packed not in WORDS and (scales < 0).any():
+        if not weight.coding.signed and (scales < 0).any():
             yield NEGATIVE
         most = max(most, float(np.abs(scales[finite]).max(initial=0)))
         if (none := scales == 0).any():
