@@ -65,7 +65,7 @@ def test_a_table_quantizes_what_a_trace_does(
     if load_scheme(quant).needs_calibration:
         options["calib"] = IDS
     bridge.convert(tmp_path / "model", "hf", quant, tmp_path / "table", **options)
-    monkeypatch.setattr(structure, "load_arch", lambda architecture: None)
+    monkeypatch.setattr(structure, "structure_by_table", lambda config, specs: None)
     plan = bridge.plan(tmp_path / "model", "hf", quant, **{k: v for k, v in options.items() if k == "format"})
     bridge.convert(tmp_path / "model", "hf", quant, tmp_path / "trace", **options)
     assert plan.traced

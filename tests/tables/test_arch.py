@@ -37,8 +37,12 @@ VARIANTS = {
 } | {"bert-sequence"}
 SWEPT = [pytest.param(case, marks=[pytest.mark.slow] if case in VARIANTS else []) for case in CASES]
 
-# A score of attention multiplies both, a step is the sum of both: a model with the two exchanged is the same model.
-COMMUTING = [{"attn.q_rope_norm.weight", "attn.k_rope_norm.weight"}, {"ssm.step.bias", "ssm.step.offset"}]
+# A score of attention multiplies both, a step is the sum of both, both are added to one stream: a model with the two
+# exchanged is the same model.
+COMMUTING = [
+    {"attn.q_rope_norm.weight", "attn.k_rope_norm.weight"}, {"ssm.step.bias", "ssm.step.offset"},
+    {"moe.shared.fc2.bias", "moe.latent.up.bias"},
+]  # fmt: skip
 
 Make = Callable[[str], Tiny]
 

@@ -243,10 +243,10 @@ def _computes(file: TableFile, config: Mapping[str, object], formulas: Iterable[
 
 
 def _live(file: TableFile, rows: Iterable[Row]) -> dict[str, str]:
-    """The names of [live]; each is that of a row's module."""
+    """The names of [live]; each is that of a row's module, or with a dot at its end how some begin."""
     modules, live = {row.name.removesuffix(".weight") for row in rows}, file.texts("live")
     for module in live:
-        if module not in modules:
+        if module not in modules and not (module.endswith(".") and any(name.startswith(module) for name in modules)):
             hint = nearest(module, modules)
             raise file.place("live", module).error(f"no row has the weight of `{module}`", hint=hint)
     return live

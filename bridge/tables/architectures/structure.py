@@ -162,9 +162,13 @@ def _site(matched: Matched, name: str, entry: Entry, layer: int | None, expert: 
 def _live(matched: Matched, name: str, entry: Entry, layer: int | None) -> tuple[str, ...]:
     """The module of a row in the model of transformers, if the tensor has another name in the checkpoint."""
     table, module = matched.table, entry.row.name.removesuffix(".weight")
-    live = numbered(table.live.get(module, module), layer, None)
+    live = table.live.get(module, module)
     if matched.architecture in table.bare:
         live = live.removeprefix(table.prefix)
+    else:
+        begin = next((begin for begin in table.live if begin.endswith(".") and live.startswith(begin)), "")
+        live = table.live.get(begin, "") + live.removeprefix(begin)
+    live = numbered(live, layer, None)
     return () if live == name.removesuffix(".weight") else (live,)
 
 
