@@ -10,15 +10,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
+from bridge.core.arrays import np
 from bridge.core.errors import PlanError
 from bridge.core.text import fold_layers
 from bridge.core.values import InputGroup, Site, Structure, TensorSpec
 from bridge.planning.drafts import DRAFT, UNMEASURED, module_of
 from bridge.tables.architectures.match import architecture_of
 
-Read = Callable[[str], np.ndarray[Any, np.dtype[Any]]]
+Read = Callable[[str], Any]  # name -> the array
 LAYER = re.compile(r"((?:model\.)?(?:midlayer|layers\.\d+))\.(.+)\.(?:weight|weight_packed|qweight)")
 # Matrix of a layer -> its role; those of a row read one input.
 ROLES = (

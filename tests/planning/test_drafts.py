@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import bridge
 from bridge.core.errors import PlanError, SchemeError, UsageError
-from bridge.planning.drafts import asked_as, drafts_among, lacking, without_promise
+from bridge.core.values import Site, Structure, TensorSpec
+from bridge.planning.drafts import _with_sites, asked_as, drafts_among, lacking, without_promise
 from bridge.reporting.report import report_lines
 from bridge.targets.hf.lint import lint
 from tests.models.draft_families import DEEPSEEK, FAMILIES, KEY, QWEN, Tensors, write
@@ -174,6 +175,15 @@ def test_quantized_draft_layers_have_torchs_codes_and_are_not_listed(family: str
     for module in joining:
         assert torch.equal(written[f"{module}.weight"], drafts[f"{module}.weight"])
         assert any(fnmatch(module, entry) for entry in ignored)
+
+
+def test_quantized_draft_layers_have_no_names_in_transformers() -> None:
+    """Its classes leave them out; a main layer's name for one would make the main layer unquantized there."""
+    main = Site("layers.1.attn.wq_a", "layers.1.attn.wq_a.weight", "out_in", live=("model.layers.1.self_attn.q_a",))
+    drafts = {"mtp.0.attn.wq_a.weight": (0, "attn.wq_a.weight")}
+    specs = {name: TensorSpec(name, (4, 8), "bfloat16") for name in (main.weight, *drafts)}
+    made = _with_sites(Structure("any", (main,), ignored=dict.fromkeys(drafts, "")), specs, {}, drafts, True)
+    assert [(site.module, site.live) for site in made.sites] == [(main.module, main.live), ("mtp.0.attn.wq_a", ())]
 
 
 def test_matrices_of_a_draft_layer_that_are_held_as_one_share_a_scale(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_a_mistake_of_a_composite_table_is_named_with_its_line(old: str, new: st
         ('"model." =', '"modell." =', "no row of the text model begins with `modell.`"),
         ("model.visual.{depth}.weight", "model.language_model.norm.weight", "the text model has a row of this name"),
         ("{depth}.weight", "{depth}.kernel", "the name of a linear ends with .weight"),
+        ("[dims]", '[live]\n"model.tower." = "tower."\n[dims]', "no row begins with `model.tower.`"),
     ],
 )
 def test_what_parsing_does_not_see_is_found_by_check(old: str, new: str, says: str, tmp_path: Path) -> None:
