@@ -17,6 +17,7 @@ from bridge.core.values import Numeric
 from bridge.quant.calibration import Calibration
 from bridge.quant.codec.search import searched_scales
 from bridge.quant.schemes.load import load_scheme
+from tests.blocks import ROOT
 from tests.models.decoder_families import build
 
 BLOCK = 16
@@ -109,6 +110,22 @@ def test_chosen_codes_are_written_and_proved(model: Any, calibration: Calibratio
     counts = {count.what: count for count in report.parity.counts}
     chosen = counts["codes that are those that calibration chose"]
     assert chosen.n == chosen.of > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "target"), [("Phi3ForCausalLM", "hf"), ("MixtralForCausalLM", "hf"), ("LlamaForCausalLM", "gguf")]
+)
+def test_joined_matrices_experts_and_repeated_scales_are_proved(name: str, target: str, tmp_path: Any) -> None:
+    gguf = target == "gguf"  # needs a tokenizer
+    other = ROOT / "examples/models/tiny-llama" if gguf else build(name, torch.bfloat16, **LLAMA)
+    options: dict[str, Any] = {} if gguf else {"format": "compressed-tensors"}
+    options |= {"data": BATCHES, "samples": None, "progress": False}
+    report = bridge.convert(other, target, "int4:gptq", tmp_path / "out", **options)
+    assert report.parity and report.passed
+    counts = {count.what: (count.n, count.of) for count in report.parity.counts}
+    assert counts["codes that are those that calibration chose"][1] > 0
+    assert all(n == of for n, of in counts.values())
 
 
 def test_another_models_codes_are_refused(model: Any, calibration: Calibration, tmp_path: Any) -> None:
