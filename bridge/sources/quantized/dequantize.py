@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.core.dtypes import DTYPES, to_float32
+from bridge.core.errors import SourceError
 from bridge.quant.codec.arrays import CHUNK, Array, cast
 from bridge.quant.codec.blocks import FOUR_BITS, Grid, grid
 from bridge.quant.codec.decode import scaled, values
@@ -91,6 +92,11 @@ def _values(stored: QuantizedWeight, begin: int, end: int, left: int, right: int
     scale = np.ascontiguousarray(scale_rows(stored, begin // cells.down, -(-end // cells.down))[:, first:last])
     if not stored.scale_is_float:
         scale = values(scale, numeric[0].scale_dtype)
+    if not stored.coding.signed and scale.min(initial=0) < 0:
+        raise SourceError(
+            f"{stored.parts['scale'].spec.name}: holds negative scales, which no writer of its format makes: get the "
+            "checkpoint again; `qbridge check` says what else is wrong with it"
+        )
     # compressed-tensors divides by what it stores
     above = np.asarray(stored.number("scale_2")) if "scale_2" in stored.parts else None
     dequantized = scaled(codes, numeric, scale, above, cells, stored.reciprocal)

@@ -275,6 +275,13 @@ def test_every_companion_that_is_missing_or_misshapen_is_named(tmp_path: Path) -
     assert "model.layers.0.mlp.down_proj: asymmetric" in message
 
 
+def test_negative_scales_are_not_dequantized(tmp_path: Path) -> None:
+    deepseek(tmp_path / "model", {"model.layers.0.mlp.up_proj": (130, 256)})
+    source = open_source(edited(tmp_path / "model", up_proj__weight_scale_inv=-torch.ones(2, 2)))
+    with pytest.raises(SourceError, match=r"up_proj\.weight_scale_inv: holds negative scales.*`qbridge check`"):
+        source.read_rows("model.layers.0.mlp.up_proj.weight", 0, 130)
+
+
 def test_a_missing_block_scale_is_named(tmp_path: Path) -> None:
     deepseek(tmp_path / "model", {"model.layers.0.mlp.up_proj": (130, 256)})
     message = refusal(edited(tmp_path / "model", up_proj__weight_scale_inv=None))
