@@ -40,7 +40,7 @@ LATENT_KEYS = "mla.k_b.weight"
 class GgufOptions:
     """Options of target `gguf`."""
 
-    dtype: str | None = option(None, "fp16, bf16, fp32 of unquantized matrices; default: source's")
+    dtype: str | None = option(None, "fp16, bf16, fp32 of float matrices; default: source's")
     drafts: str | None = option(None, "draft layers (MTP): keep, quantize, drop; default: keep if llama.cpp reads them")
     vocabulary: str = option("keep", "embedding and head: keep, or quantize as llama-quantize does")
 
