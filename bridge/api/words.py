@@ -41,3 +41,4 @@ class TargetOptions(TypedDict, total=False):
     task: str | None
     tp: int
     vocab_multiple: int
+    vocabulary: str

@@ -100,7 +100,10 @@ def test_two_tables_of_one_architecture_are_a_problem(site: Site) -> None:
 
 @pytest.mark.parametrize(
     ("value", "tables", "says"),
-    [("nobody", {"arch/a.toml": ""}, "no module of that name"), ("", {"a.toml": ""}, "holds none of arch, composites, dialects")],
+    [
+        ("nobody", {"arch/a.toml": ""}, "no module of that name"),
+        ("", {"a.toml": ""}, "holds none of arch, composites, dialects"),
+    ],
 )
 def test_an_entry_point_that_leads_nowhere_is_told(site: Site, value: str, tables: dict[str, str], says: str) -> None:
     site.add("theirs", tables, value)
