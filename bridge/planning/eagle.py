@@ -105,6 +105,8 @@ def _problems(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Ite
             f"lm_head has {tokens} tokens and the model's vocabulary {vocabulary}, but d2t, which says which they are, "
             "is missing; get the whole checkpoint"
         )
+    if heads and isinstance(said := config.get("draft_vocab_size"), int) and said != tokens:
+        yield f"config.json says draft_vocab_size {said}, and lm_head has {tokens} tokens; they are of two drafts"
     if heads and d2t is not None and d2t.shape != (tokens,):
         yield f"d2t has shape {d2t.shape}, and lm_head {tokens} tokens; they are of two drafts"
     if t2d is not None and t2d.shape != (vocabulary,):

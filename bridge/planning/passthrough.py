@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from bridge.core.dtypes import BLOCKS
 from bridge.core.text import fold_layers
 from bridge.core.values import Format, LazyTensor, Site, Slice, Structure
 from bridge.planning.plan import PASSTHROUGH, Layout, Output, Step
@@ -218,6 +219,8 @@ def _companions(step: Step, members: Sequence[QuantizedWeight]) -> list[str]:
     """The target must write every companion tensor that the source has, and the source must have those it writes."""
     wanted = {output.part for output in step.outputs}
     problems = ["codes are not copied into the words of AWQ and GPTQ"] if "zeros" in wanted else []
+    # ggml's blocks have the scales between the codes
+    problems += ["codes are not copied into ggml's blocks"] if step.coding.packed in BLOCKS else []
     for part, word in (("input_scale", "scale of its input"), ("pre_quant_scale", "pre-scale")):
         lacking = [stored.module for stored in members if part not in stored.parts]
         if part in wanted and lacking:

@@ -13,6 +13,7 @@ SEARCHED = {
     MSE: ", scales with the least error", FOUR_OVER_SIX: ", each scale the better of two",
     EITHER: ", scales of either sign", POSITIVE: ", scales for all codes",
 }  # fmt: skip
+_SIGNS = {EITHER: " with scales of either sign", POSITIVE: " with positive scales"}
 SHORT = {"float8_e4m3fn": "fp8", "float4_e2m1fn": "fp4"}
 
 
@@ -47,11 +48,11 @@ def contract_words(format_: Format) -> str:
 
 
 def chosen_words(formats: Iterable[Format]) -> str:
-    """The formats whose codes or scales calibration chooses, "" without any: `gptq int4 block 128 either`."""
-    chosen = (form for form in formats if form.chosen)
-    return ", ".join(
-        sorted({" ".join(filter(None, (f.algorithm, numeric_words(f.weight[0]), f.weight[0].search))) for f in chosen})
-    )
+    """The formats whose codes or scales calibration chooses, "" without any: `gptq int4 block 128`."""
+    words = {
+        f"{f.algorithm} {numeric_words(f.weight[0])}{_SIGNS.get(f.weight[0].search, '')}" for f in formats if f.chosen
+    }
+    return ", ".join(sorted(words))
 
 
 def explained(words: str) -> str:

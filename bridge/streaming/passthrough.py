@@ -23,7 +23,6 @@ from bridge.quant.codec.arrays import Array, cast, check_fits, transpose_into
 from bridge.quant.codec.blocks import packing
 from bridge.quant.codec.decode import values
 from bridge.quant.codec.fake_quant import fake_quantized
-from bridge.quant.codec.kernels import INTEGER_RANGE
 from bridge.quant.codec.packing import packed_codes
 from bridge.sources.quantized.dequantize import cells_of, code_rows, prescale, scale_rows
 from bridge.sources.quantized.parts import QuantizedTensors, QuantizedWeight
@@ -163,7 +162,7 @@ def _scales(stored: QuantizedWeight, begin: int, end: int, signed: bool) -> Arra
     """Rows of the grid of scales, see `scale_rows`; SourceError if one is not a valid scale.  signed: negative is."""
     grid, kind = scale_rows(stored, begin, end), stored.format.weight[0].scale_dtype
     scales, of = grid if stored.scale_is_float else values(grid, kind), stored.parts["scale"]
-    if stored.format.weight[0].dtype in INTEGER_RANGE and not signed and (scales < 0).any():
+    if stored.coding.signed and not signed and (scales < 0).any():
         raise SourceError(
             f"{of.spec.name}: {(scales < 0).sum()} of its scales are negative, which nothing reads in this layout; "
             f"write them into compressed-tensors (--target hf --format compressed-tensors), or {REMEDY}"
@@ -175,14 +174,14 @@ def _scales(stored: QuantizedWeight, begin: int, end: int, signed: bool) -> Arra
 def _sound(scale: Array, of: LazyTensor, remedy: str = REPAIR, *, zero: bool = False) -> Array:
     """Return float32 scales; SourceError if one is not finite, negative or, unless that is allowed, zero.
 
-    remedy: for scales that are not finite; dequantizing a weight needs no more than finite ones.
+    remedy: for scales that are not finite or negative; dequantizing a weight takes zero.
     """
     sound = np.isfinite(scale) & ((scale >= 0) if zero else (scale > 0))
     if not sound.all():
         bad = scale[~sound].reshape(-1)
         raise SourceError(
             f"{of.spec.name}: holds {bad.size} scales that are not finite and above zero, {bad[0]:g} first; "
-            + (REMEDY if np.isfinite(bad).all() else remedy)
+            + (REMEDY if (bad == 0).all() else remedy)
         )
     return scale
 

@@ -107,3 +107,9 @@ def test_a_draft_of_its_own_has_no_choice(choice: str, tmp_path: Path) -> None:
     write(tmp_path / "draft", draft(), CONFIG)
     with pytest.raises(PlanError, match=f"a draft of its own, which the scheme quantizes(.|\n)*drafts='{choice}'"):
         bridge.plan(tmp_path / "draft", "hf", "int8_wo", drafts=choice)
+
+
+def test_a_count_of_tokens_that_the_head_does_not_have_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, draft(), CONFIG | {"draft_vocab_size": OWN - 1})
+    with pytest.raises(PlanError, match=rf"draft_vocab_size {OWN - 1}, and lm_head has {OWN} tokens"):
+        bridge.plan(tmp_path, "hf", "fp8_pc_pt")

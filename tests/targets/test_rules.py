@@ -11,7 +11,7 @@ import pytest
 
 import bridge
 from bridge.core.dtypes import to_float32
-from bridge.core.errors import SourceError
+from bridge.core.errors import PlanError, SourceError
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.calibration import Calibration, Provenance
@@ -139,3 +139,10 @@ def test_a_program_that_reads_positive_scales_alone_gets_them() -> None:
     assert {step.format.weight[0].search for step in plan.quantized if step.format} == {"positive"}
     plan = bridge.plan(LLAMA, "vllm", "int4:rtn")
     assert {step.format.weight[0].search for step in plan.quantized if step.format} == {"either"}
+
+
+def test_copied_codes_have_no_place_in_ggmls_blocks(tmp_path: Path) -> None:
+    """Which hold the scales between the codes: a plan passed, and the writer failed."""
+    bridge.convert(LLAMA, "hf", "int4_wo", tmp_path / "made", verify=False, progress=False)
+    with pytest.raises(PlanError, match=r"codes are not copied into ggml's blocks.*\n?.*--quant none"):
+        bridge.plan(tmp_path / "made", "gguf")

@@ -60,7 +60,7 @@ BAD = [
     ("fp8", f"{MLP}.weight", 0xFF, "1 codes of rows 0 to 640 are NaN, the first at (3, 5); repair the checkpoint"),
     ("fp8", f"{MLP}.weight_scale", float("nan"), "not finite and above zero, nan first; repair the checkpoint"),
     ("fp8", f"{MLP}.weight_scale", 0.0, "0 first; use quant='none'"),
-    ("fp8", f"{MLP}.weight_scale", -1.0, "-1 first; use quant='none'"),
+    ("fp8", f"{MLP}.weight_scale", -1.0, "-1 first; repair the checkpoint"),
     ("fp8", f"{MLP}.input_scale", float("inf"), "inf first; use quant='none'"),
     ("fp8", f"{MLP}.input_scale", 0.0, "0 first; use quant='none'"),
     ("fp8", f"{ATTENTION}.k_scale", float("nan"), "nan first; use quant='none'"),
@@ -98,7 +98,8 @@ def test_no_bad_number_of_the_source_leaves(tmp_path: Path, scheme: str, name: s
     if "quant='none'" in words:
         carry(source, tmp_path / "out", quant="none")
     if "repair" in words:
-        with pytest.raises(SourceError, match=f"{MLP}.weight: holds NaN or infinity"):
+        wrong = "negative scales" if value == -1.0 else "NaN or infinity"
+        with pytest.raises(SourceError, match=f"{MLP}.weight.*: holds {wrong}"):
             carry(source, tmp_path / "out", quant="none")
 
 
