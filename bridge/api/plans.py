@@ -28,6 +28,7 @@ from bridge.sources.configs.positions import vocabulary_size
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.targets import load_target, make_options, program_of, target_names
+from bridge.targets.hf.spelling import SPELLINGS
 
 if TYPE_CHECKING:
     from bridge.calibration.data import Sampling
@@ -134,7 +135,10 @@ def plan_of(
     program, contracts = contracts_of(target, options, runtime)
     if program is None:
         inputs = _plan_inputs(source, structure, target, scheme, options)
-        return _checked(make_plan(inputs), inputs)
+        plan = make_plan(inputs)
+        if chosen := _chosen_format(plan, options):
+            plan = replace(plan, notes=(*plan.notes, chosen))
+        return _checked(plan, inputs)
     structure = leave_plain(structure, program.name, program.title)
     refused: dict[str, list[str]] = {}
     partial: Plan | None = None
@@ -171,6 +175,14 @@ def plan_of(
     if not refused:
         raise SchemeError(_not_loaded(program, target, options))
     raise SchemeError(_refusal(program, scheme, structure.architecture, contracts, refused))
+
+
+def _chosen_format(plan: Plan, options: Mapping[str, Any]) -> str:
+    """A sentence on a format of target hf that nobody asked for and that is not the usual one; "" otherwise."""
+    formats = [*SPELLINGS] if plan.target == "hf" and options.get("format") is None else []
+    if not formats or plan.options["format"] == formats[0]:
+        return ""
+    return f"format {plan.options['format']} (--format): {formats[0]} does not hold scheme {plan.scheme}"
 
 
 def _dtype_for(contract: Contract, source: Source, options: Mapping[str, Any]) -> dict[str, str]:

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.dtypes import DTYPES, FLOATING
@@ -18,6 +19,26 @@ from bridge.core.errors import SourceError
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+def later(default: Any) -> Any:
+    """A field that older records lack: while it has its default, no record and no digest names it."""
+    return field(default=default, metadata={"later": True})
+
+
+@cache
+def later_defaults(kind: Any) -> dict[str, Any]:
+    """The fields of a dataclass that older records lack, with their defaults."""
+    return {one.name: one.default for one in dataclasses.fields(kind) if one.metadata.get("later")}
+
+
+def recorded(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass as records and digests name them, see `later`."""
+    fields: dict[str, Any] = vars(value)
+    defaults = later_defaults(value.__class__)
+    if not defaults:
+        return fields
+    return {name: item for name, item in fields.items() if name not in defaults or item != defaults[name]}
 
 
 @dataclass(frozen=True)
@@ -137,18 +158,25 @@ class Numeric:
         return 256.0 if self.search == FOUR_OVER_SIX else 448.0
 
 
+LLM_COMPRESSOR = "llm-compressor"
+
 # ModelOpt's `maxbound`: int codes use the symmetric range, although -128 and -8 are legal codes.
 MAXBOUND = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0, "float4_e2m1fn": 6.0}
 
 
 @dataclass(frozen=True)
 class Format:
-    """The quantization of one site: weight numerics (one after the other), input numeric, algorithm."""
+    """The quantization of one site: weight numerics (one after the other), input numeric, algorithm.
+
+    `rounding`: whose numbers the scales are, "" ModelOpt's, or "llm-compressor", whose integer scales are amax over
+    half of the code range, and whose scale above NVFP4's blocks is rounded to the weight's dtype.
+    """
 
     weight: tuple[Numeric, ...]
     input: Numeric | None = None
     # "max", "smoothquant", "awq", "awq_clip", "awq_full", "imatrix", "local_hessian", "gptq"
     algorithm: str = "max"
+    rounding: str = later("")
 
     @property
     def prescales(self) -> bool:
@@ -209,9 +237,10 @@ class Encoding:
     `quotient`: "float32", or "weight" if weight / scale is rounded to the weight's dtype before it is quantized.
     `scale_dtype`: float scales are rounded to this dtype, and the weight is divided by the rounded scale.
     `round_up`: those that are subnormal in that dtype are rounded up, since codes saturate (TensorRT).
-    `bound`: a scale is amax / bound; 0 takes the largest code. `reciprocal`: the scale above NVFP4's blocks is rounded
-    and stored as 1 / scale (compressed-tensors). `least`: the lower bound of KV scales. `values`: the fake-quantized
-    values are stored in this float dtype, like their scales, so that quantizing them again gives the codes (Tripy).
+    `bound`: a scale is amax / bound; 0 takes the largest code; of MX, a power of two.
+    `reciprocal`: the scale above NVFP4's blocks is stored as 1 / scale (compressed-tensors), and rounded as such unless
+    it is `exact`. `least`: the lower bound of KV scales. `values`: the fake-quantized values are stored in this float
+    dtype, like their scales, so that quantizing them again gives the codes (Tripy).
     """
 
     cast: str = ""
@@ -223,6 +252,7 @@ class Encoding:
     reciprocal: bool = False
     least: float = 0.0
     values: str = ""
+    exact: bool = later(False)
 
     @property
     def signed(self) -> bool:
@@ -406,7 +436,7 @@ class Program:
 def plain(value: Any) -> Any:
     """Convert dataclasses, mappings and tuples for JSON; `dataclasses.asdict` copies every leaf and is far slower."""
     if dataclasses.is_dataclass(value):
-        return {key: plain(item) for key, item in vars(value).items()}
+        return {key: plain(item) for key, item in recorded(value).items()}
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.core.dtypes import BLOCKS
 from bridge.core.text import fold_layers
-from bridge.core.values import Format, LazyTensor, Site, Slice, Structure
+from bridge.core.values import Format, LazyTensor, Site, Slice, Structure, plain
 from bridge.planning.plan import PASSTHROUGH, Layout, Output, Step
 from bridge.quant.codec.blocks import grid, packing
 from bridge.quant.schemes.grammar import Gate, Gates
@@ -44,9 +44,8 @@ class PassthroughScheme(Scheme):
 
     @property
     def digest(self) -> str:
-        formats = {module: dataclasses.asdict(form) for module, form in self.modules.items()}
-        kv = dataclasses.asdict(self.kv) if self.kv else None
-        return hashlib.sha256(json.dumps([PASSTHROUGH, formats, kv], sort_keys=True).encode()).hexdigest()
+        parts = plain([PASSTHROUGH, self.modules, self.kv])
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def rule_of(self, site: Site) -> Rule | None:
         return None

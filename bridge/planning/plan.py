@@ -11,7 +11,7 @@ from typing import Any
 
 from bridge.core.display import Displayed, Table
 from bridge.core.text import fold, grouped, pattern, shape_text, size
-from bridge.core.values import Cut, Encoding, Feed, Format, Numeric, Site, Slice, TensorSpec, plain
+from bridge.core.values import Cut, Encoding, Feed, Format, Numeric, Site, Slice, TensorSpec, plain, recorded
 from bridge.quant.describe import format_name
 
 DEFAULT_FILE = "model.safetensors"
@@ -251,7 +251,7 @@ class Plan(Displayed):
         decides |= {"memory": 0, "dialect": ""}
         if not self.carried:  # nor does that there are none
             del decides["carried"]
-        return hashlib.sha256(json.dumps(decides, sort_keys=True, default=vars).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(decides, sort_keys=True, default=recorded).encode()).hexdigest()
 
     def lines(self) -> list[str]:
         """What is converted to what; counts and bytes; memory."""

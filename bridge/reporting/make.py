@@ -16,7 +16,7 @@ from bridge.core.output.temporary import write_whole
 from bridge.core.version import versions
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
-from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.catalog import is_scheme_name
 from bridge.reporting import summary
 from bridge.reporting.loading import loadings
 from bridge.reporting.model_card import add_engines, add_section
@@ -92,7 +92,7 @@ def inspect_command(plan: Plan, source: Source) -> str:
     Modules of target hf are compared with those of the source; of other targets the source is inspected under the
     scheme, if that has a name.
     """
-    if not plan.quantized or (plan.target != "hf" and plan.scheme not in scheme_names()):
+    if not plan.quantized or (plan.target != "hf" and not is_scheme_name(plan.scheme)):
         return ""
     if not Path(source.where).exists():
         how = 'against="{out}"' if plan.target == "hf" else f'quant="{plan.scheme}"'

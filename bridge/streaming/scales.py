@@ -19,7 +19,7 @@ from bridge.quant.calibration import Calibration
 from bridge.quant.codec.arrays import Array, cast
 from bridge.quant.codec.clip import Clip
 from bridge.quant.codec.packing import zero_word
-from bridge.quant.codec.scales import reciprocal, round_up_subnormals
+from bridge.quant.codec.scales import inverse, reciprocal, round_up_subnormals
 from bridge.quant.smoothing import Smoothing, row_factor
 from bridge.streaming.context import ConversionContext, Sink
 from bridge.streaming.rows import Rows
@@ -161,7 +161,10 @@ def _input_scale(largest: np.ndarray, numeric: Numeric, coding: Encoding, dtype:
         scale = _scale(largest, coding.bound or numeric.maxbound)
         return cast(round_up_subnormals(scale, dtype) if coding.values else scale, "float32", dtype)
     bound = numeric.maxbound * 448.0
-    return reciprocal(largest, bound, coding.scale_dtype) if coding.reciprocal else _scale(largest, bound)
+    if coding.reciprocal and not coding.exact:
+        return reciprocal(largest, bound, coding.scale_dtype)
+    scale = _scale(largest, bound)
+    return inverse(scale) if coding.exact else scale
 
 
 def _scale(largest: np.ndarray, maxbound: float, least: float = 0.0) -> Array:

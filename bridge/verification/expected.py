@@ -161,7 +161,8 @@ class ExpectedScales:
         value = largest / bound
         dtype, inverse = output.spec.dtype, numeric.dynamic and step.coding.reciprocal
         value = 1 / value if inverse else value
-        roundings = 3 * UNIT[step.coding.scale_dtype] if inverse else UNIT["float32"]
+        rounded = step.coding.scale_dtype if inverse and not step.coding.exact else "float32"
+        roundings = (3 if inverse else 1) * UNIT[rounded]
         return _scalar(value, dtype, roundings)
 
     def _kv_amax(self, step: Step, part: str) -> float:

@@ -86,8 +86,8 @@ def address(name: str) -> str:
 def cell(scheme: Scheme, target: Target) -> str:
     """`yes`, the flag that it takes, or `no`."""
     plain = target.Options()
-    if any(format_.ordered for format_ in scheme.formats):  # layouts with scales of either sign
-        return {"gguf": "yes", "hf": "`--format compressed-tensors`"}.get(target.name, "no")
+    if any(format_.ordered for format_ in scheme.formats) and target.name not in ("gguf", "hf"):
+        return "no"  # layouts with scales of either sign alone
     if _fits(scheme, target, plain):
         return "yes"
     for entry in dataclasses.fields(plain):

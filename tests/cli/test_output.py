@@ -197,13 +197,14 @@ def test_a_program_is_refused_what_it_does_not_load(program: str, quant: str, wo
 
 
 @pytest.mark.parametrize(
-    ("word", "scheme"), [("FP8", "fp8"), ("awq", "int4_awq"), ("w8a16", "int8_wo"), ("SmoothQuant", "int8_sq")]
+    ("word", "scheme"),
+    [("FP8", "fp8"), ("awq", "int4_awq"), ("SmoothQuant", "int8_sq"), ("INT8_WEIGHT_ONLY_CFG", "int8_wo")],
 )
 def test_words_of_other_tools_stand_for_a_scheme(word: str, scheme: str) -> None:
     assert bridge.plan(MODEL, "hf", word).scheme == scheme
 
 
-@pytest.mark.parametrize("word", ["w8a8", "gptq", "nf4", "GPTQ", "int4", "bnb", "mxfp4", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("word", ["w8a8", "w8a16", "gptq", "nf4", "GPTQ", "int4", "bnb", "mxfp4", "FP8_DYNAMIC"])
 def test_words_without_a_scheme_get_a_hint_that_names_schemes(word: str) -> None:
     from bridge.quant.schemes.catalog import scheme_names
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 from bridge.core.dtypes import DTYPES
 from bridge.core.text import described
-from bridge.core.values import TensorSpec, shape_problem
+from bridge.core.values import TensorSpec, later_defaults, shape_problem
 
 T = TypeVar("T")
 Read = Callable[[Any], Any]
@@ -82,10 +82,10 @@ def _rows(one: Read, count: int | None) -> Read:
 def _fields(kind: type) -> Read:
     hints = get_type_hints(kind)
     readers = {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind) if field.init}
+    added = later_defaults(kind).keys()
 
     def read(value: Any) -> Any:
-        if (fields := _object(value, kind)).keys() != readers.keys():
-            other = sorted(fields.keys() ^ readers.keys())
+        if other := sorted(((fields := _object(value, kind)).keys() ^ readers.keys()) - (added - fields.keys())):
             raise TypeError(f"{kind.__name__}: {', '.join(other[:5])[:200]} is missing or unknown")
         values = {}
         for name, item in fields.items():

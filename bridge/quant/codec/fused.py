@@ -45,7 +45,8 @@ def fused(numeric: Numeric, dtype: str, coding: Encoding, blocks: Grid, packed: 
         return None
     if numeric.dtype == "int4" and numeric.scale_dtype == coding.scale_dtype == "float32":
         return _int4(numeric, blocks, packed, scales) if packed in ("out", *IN_ROW) else None
-    if numeric.dtype == "float4_e2m1fn" and numeric.two_level and not coding.reciprocal and packed == "in":
+    rounded = coding.reciprocal and not coding.exact
+    if numeric.dtype == "float4_e2m1fn" and numeric.two_level and not rounded and packed == "in":
         small = float(scales.divisor) < TINY["float32"]  # a product of the two scales may round to zero
         return None if small or blocks.across != 16 or numeric.largest_scale != 448 else _nvfp4(scales)
     return None

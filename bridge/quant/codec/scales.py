@@ -33,7 +33,9 @@ class Scales:
         self._numeric, self._rounded, self._values = numeric[0], coding.scale_dtype, coding.values
         self._round_up = coding.round_up
         searched = numeric[0].dtype in SEARCHED  # with their codes, in `kquants`
-        self.bound, self._reciprocal = coding.bound or (1.0 if searched else numeric[0].maxbound), coding.reciprocal
+        self.bound = coding.bound or (1.0 if searched else numeric[0].maxbound)
+        self._reciprocal = coding.reciprocal and not coding.exact
+        self._powers = numeric[0].scale_dtype == "float8_e8m0fnu" and coding.bound > 0
         # ModelOpt has the amax of INT4 blocks in float32, all others in the weight's dtype. It clamps neither that of
         # per-tensor FP8 in unified checkpoints nor that above NVFP4's blocks, and its fake quantizer clamps none.
         unclamped = numeric[0].per == "tensor" and coding.quotient == "weight"
@@ -47,8 +49,9 @@ class Scales:
             self.constants["scale"] = scale.reshape(())
         if numeric[0].two_level:
             bound = numeric[0].maxbound * numeric[0].largest_scale
-            self._divisor = reciprocal(whole, bound, self._rounded) if coding.reciprocal else _scale(whole, bound, 0.0)
-            self.constants["scale_2"] = self._divisor.reshape(())
+            self._divisor = reciprocal(whole, bound, self._rounded) if self._reciprocal else _scale(whole, bound, 0.0)
+            self.constants["scale_2"] = inverse(self._divisor) if coding.exact else self._divisor
+            self.constants["scale_2"] = self.constants["scale_2"].reshape(())
         elif len(numeric) == 2:
             self.constants["scale_2"] = _scale(whole, numeric[1].maxbound, TINY[dtype]).reshape(())
 
@@ -75,6 +78,8 @@ class Scales:
             e4m3(largest, numeric.maxbound, float(self._divisor[0, 0]), codes, divisor)
             if self._divisor[0, 0] < TINY["float32"]:  # a product of the two may have rounded to zero
                 np.maximum(divisor, np.float32(SMALLEST["float32"]), out=divisor)
+        elif self._powers:
+            codes, divisor = powers(largest, self.bound)
         else:
             e8m0(largest, numeric.maxbound, codes, divisor)
         return {"scale": codes}, divisor
@@ -171,6 +176,23 @@ def reciprocal(amax: Array, bound: float, dtype: str) -> Array:
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         scale = rounded(rounded(np.float32(1) / np.asarray(amax, np.float32), dtype) * np.float32(bound), dtype)
     return np.asarray(np.where(np.isfinite(scale), scale, np.float32(1)), np.float32)
+
+
+def powers(amax: Array, bound: float) -> tuple[Array, Array]:
+    """Return the e8m0 codes and values of powers of two as `generate_mx_scales` of compressed-tensors has them.
+
+    An amax is rounded down to a power of two, from 1.75 of it on up to the next; bound, the power in the largest code,
+    divides that.
+    """
+    bits = np.ascontiguousarray(amax, np.float32).view(np.uint32) + np.uint32(1 << 21)
+    exponents = (bits >> np.uint32(23)).astype(np.int32) - int(np.log2(bound))
+    codes = np.where(amax == 0, 127, np.clip(exponents, 0, 254)).astype(np.uint8)
+    return codes, np.ldexp(np.float32(1), codes.astype(np.int32) - 127).astype(np.float32)
+
+
+def inverse(scale: Array) -> Array:
+    """Return 1 / scale in float32, finite."""
+    return np.asarray(np.float32(1) / np.maximum(scale, np.float32(TINY["float32"])), np.float32)
 
 
 def _scale(amax: Array, maxbound: float, tiny: float) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from bridge.core.mappings import find_table_file, mappings, shown, table_files
 from bridge.core.parsing.file_cache import cached_by_file
 from bridge.core.text import nearest
 from bridge.core.values import BY_SIGN, EITHER, POSITIVE, Format, Numeric
+from bridge.quant.describe import numeric as numeric_in_words
+from bridge.quant.describe import weights
 from bridge.quant.schemes.grammar import (
     ALGORITHMS,
     check_keys,
@@ -20,9 +23,11 @@ from bridge.quant.schemes.grammar import (
     parse_options,
     parse_parity,
     parse_policies,
+    parse_rounding,
     parse_weight,
     read_toml,
 )
+from bridge.quant.schemes.presets import hint_of, is_preset, preset_names, preset_words
 from bridge.quant.schemes.scheme import Scheme
 
 # The weight that awq_clip may have. With a second numeric ModelOpt measures amax again and drops the clips, of NVFP4 it
@@ -30,7 +35,7 @@ from bridge.quant.schemes.scheme import Scheme
 CLIPPED = ("int4", "block", "", 1)
 RULE = ":"  # between a layout and a rule
 KEYS = {
-    "summary", "aliases", "algorithm", "needs_cuda",
+    "summary", "aliases", "algorithm", "needs_cuda", "rounding",
     "weight", "input", "options", "parity", "policy", "only",
 }  # fmt: skip
 
@@ -47,6 +52,11 @@ def rules_of(path: Path) -> list[str]:
     if not isinstance(rules, dict) or not all(isinstance(words, dict) for words in rules.values()):
         raise SchemeError(f"{shown(path)}: rules are written as [rule.NAME] tables")
     return list(rules)
+
+
+def is_scheme_name(name: str) -> bool:
+    """Whether it is the name of a scheme, a preset's with its prefix among them."""
+    return name in scheme_names() or name in preset_names()
 
 
 def kv_names() -> list[str]:
@@ -70,6 +80,9 @@ def named_scheme(name: str) -> Scheme:
         if word != "kv" and (path := find_table_file("schemes", word)):
             return read_scheme(path)
     word = name.lower()
+    if is_preset(name):
+        title, words = preset_words(name)
+        return _preset(title, words) if words else named_scheme(title)
     if RULE in word:
         return _by_rule(name, *word.split(RULE, 1))
     aliases: dict[str, Path] = {}
@@ -77,10 +90,28 @@ def named_scheme(name: str) -> Scheme:
         aliases |= {alias: file for alias in read_toml(file).get("aliases", [])}
     if word in aliases:
         return read_scheme(aliases[word])
+    if preset := hint_of(name):
+        raise UsageError(
+            f"quant={name!r} is another tool's name: write {preset}, with that tool's numbers{_ours(word)}; "
+            "`qbridge show schemes` lists ours"
+        )
     if answer := elsewhere(word):
         raise UsageError(f"quant={name!r} is not a scheme here: {answer}; `qbridge show schemes` lists all")
     hint = "a recipe is given by its path, ending in .toml"
     raise UsageError(f"quant={name!r} is unknown; {nearest(name, [*scheme_names(), *aliases])}; {hint}")
+
+
+def _preset(name: str, words: dict[str, Any]) -> Scheme:
+    """The scheme of another tool's preset."""
+    scheme = _scheme(name, words, f"presets.toml: {name}")
+    inputs = f"activations {numeric_in_words(scheme.input)}"
+    return replace(scheme, summary=f"{words['summary']}: weights {weights(scheme)}, {inputs}")
+
+
+def _ours(word: str) -> str:
+    """Our schemes that are like another tool's, for a message; "" where no row says it."""
+    answer = elsewhere(word)
+    return f"; here {answer}" if answer else ""
 
 
 def elsewhere(word: str) -> str:
@@ -153,6 +184,7 @@ def _scheme(name: str, words: dict[str, Any], where: str) -> Scheme:
         needs_cuda=str(words.get("needs_cuda", "")),
         only=parse_only(words.get("only", []), where),
         origin=where,
+        rounding=parse_rounding(words, where),
     )
 
 

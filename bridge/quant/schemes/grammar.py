@@ -12,7 +12,7 @@ from bridge.core.errors import SchemeError
 from bridge.core.parsing.file_cache import cached_by_file, copy_parsed
 from bridge.core.parsing.limited import load_toml
 from bridge.core.text import nearest
-from bridge.core.values import FOUR_OVER_SIX, MAXBOUND, MSE, SEARCHES, Numeric
+from bridge.core.values import FOUR_OVER_SIX, LLM_COMPRESSOR, MAXBOUND, MSE, SEARCHES, Numeric
 
 ALGORITHMS = {
     # algorithm -> the parameters it takes, with ModelOpt's default
@@ -190,3 +190,11 @@ def _parsed(path: Path) -> dict[str, Any]:
         return load_toml(path)
     except (OSError, ValueError) as cause:
         raise SchemeError(f"{path}: cannot be read as TOML: {cause}") from cause
+
+
+def parse_rounding(words: dict[str, Any], where: str) -> str:
+    """Whose numbers scales are: "" ModelOpt's, or `rounding`."""
+    rounding = words.get("rounding", "")
+    if rounding not in ("", LLM_COMPRESSOR):
+        raise SchemeError(f"{where}: rounding = {rounding!r} is unknown; leave it out, or write {LLM_COMPRESSOR!r}")
+    return str(rounding)

@@ -10,6 +10,7 @@ from bridge.core.errors import SchemeError, UsageError
 from bridge.core.mappings import mappings, shown, table_files
 from bridge.quant.schemes.catalog import kv_names, kv_numeric, named_scheme, read_rule, read_scheme, rules_of
 from bridge.quant.schemes.grammar import read_toml
+from bridge.quant.schemes.presets import check_presets
 from bridge.quant.schemes.scheme import Scheme
 
 AUTO = "auto:"  # before a budget: `convert` chooses a scheme for each layer
@@ -35,6 +36,7 @@ def check_schemes() -> list[str]:
                 read_rule(path, rule)
         except SchemeError as error:
             problems.append(str(error))
+    problems += check_presets()
     for name in kv_names():
         try:
             with_kv(read_scheme(mappings() / "schemes" / "fp8.toml"), name)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TypeGuard
 
 from bridge.core.errors import SchemeError
 from bridge.core.text import fold_layers, nearest, number
-from bridge.core.values import BY_SIGN, Format, Numeric, Site
+from bridge.core.values import BY_SIGN, Format, Numeric, Site, plain
 from bridge.quant.schemes.grammar import Gate, Gates, Policies
 from bridge.quant.schemes.layer_ranges import from_start
 
@@ -84,6 +84,7 @@ class Scheme:
     `needs_cuda`: why calibration needs CUDA, "" if a CPU is enough. `options`: the algorithm's parameters, sorted.
     `only`: globs of the modules that are quantized where no rule says otherwise; empty for all. `depth`: layers of the
     model, from which negative layers count (see `bound`). `note`: a change of a named scheme for this model.
+    `rounding`: see `Format`.
     """
 
     name: str
@@ -101,11 +102,12 @@ class Scheme:
     depth: int = 0
     origin: str = field(default="", compare=False)
     note: str = field(default="", compare=False)
+    rounding: str = ""
 
     @property
     def format(self) -> Format:
         """The format of a site that no rule matches."""
-        return Format(self.weight, self.input, self.algorithm)
+        return Format(self.weight, self.input, self.algorithm, self.rounding)
 
     @property
     def formats(self) -> tuple[Format, ...]:
@@ -140,8 +142,8 @@ class Scheme:
     @property
     def digest(self) -> str:
         """Digest of everything that a calibration depends on; the name, the gates and the texts are left out."""
-        rules = [(asdict(r.format) if r.format else None, r.roles, r.modules, r.layers) for r in self.rules]
-        parts = [asdict(self.format), self.options, asdict(self.kv) if self.kv else None, rules, self.only]
+        rules = tuple((r.format, r.roles, r.modules, r.layers) for r in self.rules)
+        parts = plain([self.format, self.options, self.kv, rules, self.only])
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def bound(self, sites: Sequence[Site]) -> Scheme:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.errors import UsageError
 from bridge.core.output.names import GENERATION, STEM
 from bridge.core.text import byte_count, fold_problems, nearest
-from bridge.core.values import Format, Numeric, Program, Site, Structure, TensorSpec, main_dtype
+from bridge.core.values import LLM_COMPRESSOR, Format, Numeric, Program, Site, Structure, TensorSpec, main_dtype
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from bridge.planning.drafts import check_choice, without_promise
+from bridge.planning.make import CHOSEN_CODES
 from bridge.planning.plan import Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.sources.config_json import as_given
@@ -43,6 +44,8 @@ SERVERS = {
     "trtllm": ("trtllm-serve {out}", "--tp_size"),
     "transformers": (f'python -c "{GENERATE}" {{out}}', ""),
 }
+DEFAULT_FORMAT, COMPRESSED = "modelopt", "compressed-tensors"
+_ANY = Site("", "", "out_in")
 UNTIED = "the head is quantized and no longer tied to the embedding: config.json has tie_word_embeddings false"
 NO_CLASS = (
     "config.json has no model_type, by which transformers, and servers with it, find the class; add it, or give "
@@ -55,7 +58,7 @@ UNFOLDED = "pre_quant_scale stays a tensor beside the weights, since no norm fee
 class HfOptions:
     """Options of target `hf`."""
 
-    format: str = option("modelopt", f"one of {', '.join(SPELLINGS)}")
+    format: str | None = option(None, f"one of {', '.join(SPELLINGS)}; default: the first that holds the scheme")
     shard_size: str = option("10GB", "maximum size of a weight file: 300MB, 10GB")
     allow_split: bool = option(
         False, "let a recipe keep some of q, k, v, of gate, up, or of a layer's experts; servers refuse it"
@@ -82,6 +85,7 @@ class Hf(StreamedTarget):
     )  # fmt: skip
     metadata: Mapping[str, str] = {"format": "pt"}
     Options = HfOptions
+    roundings = (LLM_COMPRESSOR,)
     loaded_by = (
         Program(
             "vLLM, SGLang, TensorRT-LLM (PyTorch backend)",
@@ -118,7 +122,9 @@ class Hf(StreamedTarget):
     def resolve(
         self, options: HfOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]
     ) -> HfOptions:
-        if options.format not in SPELLINGS:
+        if options.format is None:
+            options = dataclasses.replace(options, format=_format_for(scheme))
+        elif options.format not in SPELLINGS:
             raise UsageError(f"format {options.format!r} is unknown; {nearest(options.format, SPELLINGS)}")
         check_choice(options.drafts, scheme)
         byte_count(options.shard_size, "shard_size")
@@ -126,16 +132,18 @@ class Hf(StreamedTarget):
         return dataclasses.replace(options, dtype=float_dtype(options.dtype, specs, "that weights can be rounded to"))
 
     def why_unsupported(self, format_: Format, options: HfOptions) -> str:
-        return spelling(options.format).why_unsupported(format_)
+        known = SPELLINGS if options.format is None else [options.format]
+        whys = [_why_lacking(name, format_) for name in known]
+        return "" if "" in whys else whys[0]
 
     def why_kv_unsupported(self, kv: Numeric, structure: Structure, options: HfOptions) -> str:
         if not structure.attention:
             return f"{structure.architecture} has no attention module with a cache"
-        return spelling(options.format).why_kv_unsupported(kv)
+        return spelling(options.format or DEFAULT_FORMAT).why_kv_unsupported(kv)
 
     def methods(self, options: HfOptions) -> tuple[str, ...]:
         """The `quant_method` that the output names."""
-        return ({"deepseek": "fp8"}.get(options.format, options.format),)
+        return ({"deepseek": "fp8"}.get(options.format or "", options.format or DEFAULT_FORMAT),)
 
     def why_stack_unsupported(self, format_: Format, site: Site, options: HfOptions) -> str:
         return ""
@@ -207,6 +215,30 @@ class Hf(StreamedTarget):
             files[GENERATION] = generation_config(source.side_files[GENERATION])
         written = write_checkpoint(context, directory, files)
         return dataclasses.replace(written, notes=(*written.notes, *_deviations(plan)))
+
+
+def _format_for(scheme: Scheme | None) -> str:
+    """The first format that holds a scheme's formats and its KV cache; ModelOpt's, which says why, if none does."""
+    if scheme is None:
+        return DEFAULT_FORMAT
+    stored = getattr(scheme, "modules", {})  # of a quantized source
+    wanted = {*stored.values()} or {*scheme.formats}
+    for name in SPELLINGS:
+        lacks_cache = scheme.kv is not None and spelling(name).why_kv_unsupported(scheme.kv)
+        if not lacks_cache and not any(_why_lacking(name, format_) for format_ in wanted):
+            return name
+    return DEFAULT_FORMAT
+
+
+def _why_lacking(name: str, format_: Format) -> str:
+    """Why checkpoints of a format of target hf do not hold a format of a weight; "" if they do."""
+    if format_.rounding and name != COMPRESSED:
+        return f"--format {name} has no numbers of {format_.rounding}; leave --format out, or use {COMPRESSED}"
+    if why := spelling(name).why_unsupported(format_):
+        return why
+    if format_.ordered and not spelling(name).coding(format_, _ANY, "float16", "float16").signed:
+        return CHOSEN_CODES
+    return ""
 
 
 def _config_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:

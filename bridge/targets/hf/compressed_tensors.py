@@ -1,8 +1,8 @@
 """The spelling of compressed-tensors, for vLLM and transformers.
 
-As compressed-tensors 0.20 and llm-compressor 0.14 write it: scales are rounded to the weight's dtype, integer scales
-are amax / half of the code range, unless calibration chose codes or clips, the scales above NVFP4's blocks are stored
-as 1 / scale. For the functions see `Spelling`.
+Scales are rounded to the weight's dtype, those above NVFP4's blocks are stored as 1 / scale. Formats that say so have
+the numbers of llm-compressor 0.14 with compressed-tensors 0.20, all others those of ModelOpt. For the functions see
+`Spelling`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bridge.core.text import grouped
-from bridge.core.values import Encoding, Format, Numeric, Site
+from bridge.core.values import LLM_COMPRESSOR, Encoding, Format, Numeric, Site
 from bridge.planning.plan import Plan
 from bridge.quant.codec.blocks import grid
 from bridge.targets.config_json import config_json
@@ -22,8 +22,10 @@ from bridge.targets.stacks import listed_as
 
 TRAITS = Traits(mixes=True)
 VERSION = "0.20.0"
-# amax / bound is a scale: (largest code - smallest code) / 2. Other dtypes are symmetric.
+# Of llm-compressor, amax / bound is a scale: (largest code - smallest code) / 2. Other dtypes are symmetric.
+# Of MX the power of two in the largest code.
 BOUNDS = {"int8": 127.5, "int4": 7.5}
+MX_BOUNDS = {"float8_e4m3fn": 256.0, "float4_e2m1fn": 4.0}
 BITS = {"int8": ("int", 8), "int4": ("int", 4), "float8_e4m3fn": ("float", 8), "float4_e2m1fn": ("float", 4)}
 MX, NV = "float8_e8m0fnu", "float8_e4m3fn"
 KV = Numeric("float8_e4m3fn", "tensor")
@@ -77,17 +79,15 @@ def incompatibilities(format_: Format, site: Site, shape: tuple[int, int]) -> li
 
 
 def coding(format_: Format, site: Site, dtype: str, export: str) -> Encoding:
-    first = format_.weight[0]
-    # Codes and clips are chosen under ModelOpt's scales, amax / 7; a file may hold any scale. With amax / 7.5 a clipped
-    # block would be clipped once more.
-    settled = format_.compensated or format_.clipped
+    first, theirs = format_.weight[0], format_.rounding == LLM_COMPRESSOR
     return Encoding(
         cast=export if export != dtype else "",
         packed="int32" if compression(format_) == "pack-quantized" else "in",
         quotient="weight" if first.scale_dtype == "float32" else "float32",
         scale_dtype=export,
-        bound=0.0 if settled else BOUNDS.get(first.dtype, 0.0),
+        bound=(MX_BOUNDS if first.scale_dtype == MX else BOUNDS).get(first.dtype, 0.0) if theirs else 0.0,
         reciprocal=first.scale_dtype == NV,
+        exact=first.scale_dtype == NV and not theirs,
     )
 
 

@@ -16,7 +16,7 @@ from bridge.core.output.temporary import temporary_directory
 from bridge.core.progress import Progress
 from bridge.planning.plan import PASSTHROUGH, Plan
 from bridge.quant.calibration import Calibration
-from bridge.quant.schemes.catalog import kv_names, scheme_names
+from bridge.quant.schemes.catalog import is_scheme_name, kv_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.workflows.golden.store import CALIBRATION, Golden, Rerun
 
@@ -47,7 +47,7 @@ def arguments(plan: Plan, directory: Path, quant: str | Path | None = None) -> t
 def _scheme(plan: Plan, quant: str | Path | None) -> tuple[str, str | None] | None:
     """Name and KV cache of a plan's scheme; None if it is neither `quant` nor a built-in scheme."""
     recipes: list[str | Path] = [Path(quant)] if quant is not None and str(quant).endswith(".toml") else []
-    for scheme in [*recipes, *(name for name in scheme_names() if name == plan.scheme)]:
+    for scheme in [*recipes, *([plan.scheme] if is_scheme_name(plan.scheme) else [])]:
         kvs = [] if load_scheme(scheme).kv else kv_names()
         for kv in (None, *kvs):
             if load_scheme(scheme, kv).digest == plan.scheme_digest:

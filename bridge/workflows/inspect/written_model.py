@@ -11,7 +11,7 @@ from bridge.core.output.names import CALIBRATION, MANIFEST
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
-from bridge.quant.schemes.catalog import named_scheme, scheme_names
+from bridge.quant.schemes.catalog import is_scheme_name, named_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.source import Source
 from bridge.targets.manifest import load_manifest
@@ -53,7 +53,7 @@ def scheme_of_output(model: Any) -> tuple[Scheme | None, Calibration | None]:
     if directory is None or not (directory / MANIFEST).is_file():
         return None, None
     plan, saved = load_manifest(directory).plan, directory / CALIBRATION
-    if plan.target != "hf" or not plan.quantized or plan.scheme not in scheme_names():
+    if plan.target != "hf" or not plan.quantized or not is_scheme_name(plan.scheme):
         return None, None
     kv = next((step.kv for step in plan.steps if step.kv), None)
     scheme = replace(named_scheme(plan.scheme), kv=kv)

@@ -21,25 +21,13 @@ from bridge.core.errors import BridgeError  # noqa: E402
 from bridge.core.values import Numeric  # noqa: E402
 from bridge.quant.calibration import Calibration, Provenance  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
-from bridge.quant.schemes.scheme import Scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from bridge.targets.hf.compressed_tensors import quantization_config  # noqa: E402
 from tests.oracles import compressed_oracle, export_oracle, llm_compressor_golden  # noqa: E402
 
-BASE = load_scheme("int8_wo")
-FP8_BLOCK = load_scheme("fp8_block")
-# llm-compressor's preset -> our scheme; where only llm-compressor has a name for it, the scheme is spelled out
-SCHEMES: dict[str, Scheme] = {
-    "FP8": load_scheme("fp8"),
-    "FP8_DYNAMIC": load_scheme("fp8_pc_pt"),
-    "FP8_BLOCK": dataclasses.replace(FP8_BLOCK, input=Numeric("float8_e4m3fn", "block", (128,), dynamic=True)),
-    "W8A8": dataclasses.replace(BASE, name="w8a8", input=Numeric("int8", "token", dynamic=True)),
-    "W8A16": dataclasses.replace(BASE, name="w8a16", weight=(Numeric("int8", "block", (128,)),)),
-    "W4A16": load_scheme("int4_wo"),
-    "NVFP4A16": load_scheme("nvfp4_wo"),
-    "NVFP4": load_scheme("nvfp4"),
-}
-MX = {"MXFP8": load_scheme("mxfp8"), "MXFP4A16": load_scheme("mxfp4_wo")}
+# compressed-tensors' presets that have a byte here, but for those with MX blocks
+PRESETS = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A16", "W4A16", "NVFP4A16", "NVFP4")
+MX = ("MXFP8", "MXFP8A16", "MXFP4", "MXFP4A16")
 STATIC = ("FP8", "NVFP4")
 IDS = torch.randint(0, 80, (2, 24), generator=torch.Generator().manual_seed(1))
 PROVENANCE = Provenance("", "", "", "", "", "", 0, 0)
@@ -56,9 +44,9 @@ def calibration(source: Path) -> Calibration:
 
 
 def convert(source: Path, preset: str, out: Path, kv: str | None = None, **options: Any) -> Path:
-    quant = (SCHEMES | MX)[preset]
+    quant = f"ct:{preset}"
     calib = calibration(source) if preset in STATIC or kv else None
-    options = {"format": "compressed-tensors", "verify": False, "own_scales": True} | options
+    options = {"verify": False, "own_scales": True} | options
     bridge.convert(source, target="hf", quant=quant, out=out, calib=calib, kv=kv, **options)
     return out
 
@@ -130,10 +118,10 @@ def test_experts_are_those_of_llm_compressor(tmp_path: Path, model: str, preset:
 def test_experts_in_fp8_may_have_a_scale_each(tmp_path: Path, model: str) -> None:
     """As llm-compressor has them: it shares no scale of a tensor but NVFP4's."""
     source = llm_compressor_golden.write_source(tmp_path / "source", model=model)
-    plan = bridge.plan(source, target="hf", quant="fp8", format="compressed-tensors")
+    plan = bridge.plan(source, target="hf", quant="ct:FP8")
     calib = Calibration(PROVENANCE, {step.site.module: np.array(INPUT_AMAX) for step in plan.quantized if step.site})
-    options: dict[str, Any] = {"format": "compressed-tensors", "own_scales": True, "verify": False}
-    bridge.convert(source, target="hf", quant="fp8", out=tmp_path / "out", calib=calib, **options)
+    options: dict[str, Any] = {"own_scales": True, "verify": False}
+    bridge.convert(source, target="hf", quant="ct:FP8", out=tmp_path / "out", calib=calib, **options)
     weights, ours = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     scheme = preset_name_to_scheme("FP8", ["Linear"])
     experts = [name for name in weights if ".experts." in name]
@@ -144,7 +132,7 @@ def test_experts_in_fp8_may_have_a_scale_each(tmp_path: Path, model: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow), "float32"])
-@pytest.mark.parametrize("preset", SCHEMES)
+@pytest.mark.parametrize("preset", [*PRESETS, *MX])
 def test_tensors_are_those_of_compressed_tensors(tmp_path: Path, preset: str, dtype: str) -> None:
     source, model = source_model(tmp_path / "source", dtype)
     theirs = load_file(compressed_oracle.compress(model, preset, tmp_path / "theirs") / "model.safetensors")
@@ -157,7 +145,7 @@ def test_tensors_are_those_of_compressed_tensors(tmp_path: Path, preset: str, dt
         assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("preset", [*SCHEMES, *MX])
+@pytest.mark.parametrize("preset", [*PRESETS, *MX])
 def test_logits_in_transformers_are_those_of_our_weights(tmp_path: Path, preset: str) -> None:
     source, _ = source_model(tmp_path / "source")
     out = convert(source, preset, tmp_path / "out")
@@ -165,7 +153,7 @@ def test_logits_in_transformers_are_those_of_our_weights(tmp_path: Path, preset:
     with torch.no_grad():
         ours = open_source(out).load_model()(IDS).logits
         assert torch.equal(AutoModelForCausalLM.from_pretrained(out, quantization_config=plain)(IDS).logits, ours)
-        if SCHEMES.get(preset, MX.get(preset)).input is None:
+        if load_scheme(f"ct:{preset}").input is None:
             assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(IDS).logits, ours)
 
 
@@ -291,7 +279,7 @@ def test_blocks_that_do_not_divide_are_refused(tmp_path: Path) -> None:
         bridge.plan(
             source,
             target="hf",
-            quant=dataclasses.replace(SCHEMES["W4A16"], weight=(Numeric("int4", "block", (256,)),)),
+            quant=dataclasses.replace(load_scheme("ct:W4A16"), weight=(Numeric("int4", "block", (256,)),)),
             format="compressed-tensors",
         )
 
@@ -315,14 +303,14 @@ def test_the_report_of_a_conversion_passes(tmp_path: Path) -> None:
     source = llm_compressor_golden.write_source(tmp_path / "source")
     for preset in ("FP8", "NVFP4", "W8A16"):
         calib = calibration(source) if preset in STATIC else None
-        quant = SCHEMES[preset]
+        quant = f"ct:{preset}"
         report = bridge.convert(
             source, target="hf", quant=quant, out=tmp_path / preset, calib=calib, format="compressed-tensors"
         )
         assert report.passed and len(report.parity.tensors) == 14
 
 
-@pytest.mark.parametrize("preset", [p for p in [*SCHEMES, *MX] if p not in STATIC])
+@pytest.mark.parametrize("preset", [p for p in [*PRESETS, *MX] if p not in STATIC])
 def test_a_zero_matrix_gets_positive_scales_and_zero_codes(tmp_path: Path, preset: str) -> None:
     from safetensors.torch import save_file
 

@@ -37,8 +37,9 @@ def test_what_a_target_cannot_say_is_refused_with_the_way_out(
 def test_what_unified_checkpoints_have_no_word_for_is_refused_with_the_way_out(tmp_path: Path, preset: str) -> None:
     source = compressed_oracle.compress(llama(), preset, tmp_path / "source")
     with pytest.raises(BridgeError, match="a unified checkpoint has no algorithm for weights in") as caught:
-        bridge.plan(source, target="hf")
+        bridge.plan(source, target="hf", format="modelopt")
     assert "use quant='none' (--quant none) to dequantize" in str(caught.value)
+    assert bridge.plan(source, target="hf").options["format"] == "compressed-tensors"
 
 
 def test_a_missing_input_scale_stops_the_carrying_and_not_the_dequantizing(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ ROUNDING = 2e-5  # float32 products of the same values in another order
 # bit. Measured: 0.019 at most (gemma3), 4e-6 where none does (qwen2).
 TIES = 0.04
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# compressed-tensors' INT8 scales are amax / 127.5 and rounded to the model's dtype, ModelOpt's are amax / 127.
+# compressed-tensors' INT8 scales are rounded to the model's dtype.
 BOUNDS = 0.15
 OF_A_SCHEME = r"ModelOpt currently only supports: \['FP8', 'FP8_PER_CHANNEL_PER_TOKEN', 'FP8_PB_WO', 'NVFP4'"
 
