@@ -21,7 +21,7 @@ from bridge.planning.plan import Plan
 from bridge.planning.registries import leave_plain, why_too_old
 from bridge.planning.structure import structure_of
 from bridge.quant.schemes.catalog import scheme_names
-from bridge.quant.schemes.group_size import with_dividing_blocks
+from bridge.quant.schemes.group_size import with_dividing_blocks, with_group
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.configs.positions import vocabulary_size
@@ -43,6 +43,7 @@ def plan(
     quant: SchemeName | str | Path | Scheme | None = None,
     *,
     kv: KvName | str | None = None,
+    group: int | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     runtime: str | None = None,
     memory: int | str | None = None,
@@ -87,7 +88,7 @@ def plan(
 
         source = plan_cut(source, keep, drop_layers).outline()
     structure = structure_of(source)
-    scheme = scheme_of(quant, kv, structure, source) or passthrough_of(quant, source)
+    scheme = scheme_of(quant, kv, structure, source, group) or passthrough_of(quant, source)
     made = plan_of(source, structure, target, scheme, dict(options), runtime)
     if memory is None:
         return made
@@ -100,16 +101,19 @@ def plan(
     return replace(made, calibration=choice(need_of(source, structure, scheme), limit))
 
 
-def scheme_of(quant: Any, kv: str | None, structure: Structure, source: Source) -> Scheme | None:
+def scheme_of(
+    quant: Any, kv: str | None, structure: Structure, source: Source, group: int | None = None
+) -> Scheme | None:
     """The scheme that a user named, or None; SchemeError if one of its rules matches nothing in the model.
 
     A scheme by name, in a recipe too, has blocks that divide the model's matrices; a user's own has those that it says.
     """
     if quant is None or quant == "none":
-        if kv:
-            raise UsageError(f"kv={kv!r} needs a scheme too; pass quant='fp8', for example")
+        for name, value, example in (("kv", kv, "fp8"), ("group", group, "int4_wo")):
+            if value:
+                raise UsageError(f"{name}={value!r} needs a scheme too; pass quant={example!r}, for example")
         return None
-    scheme = load_scheme(quant, kv=kv).bound(structure.sites)
+    scheme = with_group(load_scheme(quant, kv=kv), group).bound(structure.sites)
     named = isinstance(quant, str) and not quant.endswith(".toml")
     return with_dividing_blocks(scheme, structure, source.specs) if named or scheme.rules else scheme
 

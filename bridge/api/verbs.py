@@ -42,6 +42,7 @@ def calibrate(
     data: Any = None,
     *,
     kv: KvName | str | None = None,
+    group: int | None = None,
     device: str | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     tokenizer: Any = None,
@@ -63,6 +64,7 @@ def calibrate(
         quant: a scheme name, the path of a recipe, or a `Scheme`.
         data: None (the embedded text), a text or JSONL file, a dataset id, batches, a DataLoader, or a
             `forward_loop(model)`. Batches are mappings of arrays, `input_ids` (batch, sequence) of integers first.
+        group: values in a block of integer weights, as `convert` takes it.
         kv: None, "fp8", "int8" or "nvfp4": also collect the scales of the KV cache; the casts have none.
         device: "cpu", "cuda", "cuda:1"; None leaves the model where it is, which is the CPU for a directory.
         base: the model under a LoRA adapter, as `convert` takes it.
@@ -92,18 +94,18 @@ def calibrate(
     check_compute(compute)
     limit = None if memory is None else byte_count(memory, "memory=")
     kept = None if partial is None else Path(partial)
-    with joined(workers) as group:
-        callback = callback_of(progress) if group is None or group.first else no_progress
+    with joined(workers) as peers:
+        callback = callback_of(progress) if peers is None or peers.first else no_progress
         callback(0, 0, "calibrate")  # a tokenizer loads torch, and ModelOpt takes seconds too
         source = open_source(model, config, tokenizer, base)
         structure = structure_of(source)
-        scheme = scheme_of(quant, kv, structure, source)
+        scheme = scheme_of(quant, kv, structure, source, group)
         if scheme is None:
             raise UsageError("calibrate needs a scheme; pass quant='fp8', for example")
         prepared = data_of(source, data, sampling_for(Sampling(samples, sequence, field), scheme))
         run_as = source_for(source, compute)
         job = CalibrationJob(
-            run_as, structure, scheme, prepared, device, callback, memory=limit, partial=kept, workers=group
+            run_as, structure, scheme, prepared, device, callback, memory=limit, partial=kept, workers=peers
         )
         return conversion.calibrate(job)
 
@@ -143,6 +145,7 @@ def convert(
     sequence: int | None = None,
     field: str | None = None,
     kv: KvName | str | None = None,
+    group: int | None = None,
     device: str | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     tokenizer: Any = None,
@@ -174,6 +177,8 @@ def convert(
             `data` takes.
         data: what to calibrate with, as `calibrate` takes it; so `samples`, `sequence` and `field`.
         kv: None, "fp8", "int8" or "nvfp4"; "fp8_cast" or "nvfp4_cast", which need no calibration.
+        group: values in a block of INT4 weights (of INT8, where the scheme has blocks): 32, 64 or 128; None takes the
+            scheme's, or the largest that divides every matrix.
         device: where calibration runs: "cpu", "cuda", "cuda:1".
         config: entries that replace those of config.json, or a JSON file of them, for what a checkpoint leaves out.
         tokenizer: an object, a directory or a hub id, in place of the model's own.
@@ -205,10 +210,10 @@ def convert(
         model, target, quant, out, calib=calib, data=data, sampling=Sampling(samples, sequence, field), kv=kv,
         device=device, config=config, tokenizer=tokenizer, verify=verify, overwrite=overwrite, resume=resume,
         progress=callback_of(progress), memory=None if memory is None else byte_count(memory, "memory="),
-        runtime=runtime, options=dict(options), compute=compute, base=base, adapter=adapter,
+        runtime=runtime, options=dict(options), compute=compute, base=base, adapter=adapter, group=group,
     )  # fmt: skip
-    with joined(workers) as group:
-        return conversion.run(request, conversion.RunOptions(workers=group))
+    with joined(workers) as peers:
+        return conversion.run(request, conversion.RunOptions(workers=peers))
 
 
 @shows_progress

@@ -16,7 +16,7 @@ from bridge.core.errors import UsageError
 SECTIONS = {
     "Model": ("model", "student", "base", "adapter", "config", "tokenizer"),
     "Output": ("target", "runtime", "out", "overwrite", "resume"),
-    "Quantization": ("quant", "kv", "calib", "data", "samples", "sequence", "field", "device", "compute"),
+    "Quantization": ("quant", "kv", "group", "calib", "data", "samples", "sequence", "field", "device", "compute"),
 }
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+import bridge
+from bridge.core.errors import PlanError, UsageError
 from bridge.core.values import Format, Site, Structure, TensorSpec
 from bridge.quant.schemes.group_size import with_dividing_blocks
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
+
+SOURCE = "examples/models/tiny-llama"
 
 
 def model(*widths: int) -> tuple[Structure, dict[str, TensorSpec]]:
@@ -61,3 +66,47 @@ def test_rules_have_the_one_size_of_a_checkpoint(tmp_path: Path) -> None:
         changed = with_dividing_blocks(scheme, structure, specs)
         formats = [form for site in structure.sites if isinstance(form := changed.format_of(site), Format)]
         assert {one.block for form in formats for one in form.weight if one.dtype == "int4"} == {(32,)}
+
+
+def test_a_size_that_is_asked_for_stays() -> None:
+    """Without it tiny-llama would keep 128, and a model of other widths get what divides them."""
+    plan = bridge.plan(SOURCE, "hf", "int4:gptq", group=32, runtime="vllm")
+    assert {step.format.weight[0].block for step in plan.quantized if step.format} == {(32,)}
+    assert plan.program == "vllm" and plan.options["format"] == "compressed-tensors"
+    assert bridge.plan(SOURCE, "hf", "int4:gptq").scheme_digest != plan.scheme_digest
+
+
+def test_a_recipe_sizes_its_base_and_its_rules(tmp_path: Path) -> None:
+    recipe = tmp_path / "sized.toml"
+    recipe.write_text(
+        'base = "int4_wo"\ngroup = 64\n[[rule]]\nmodules = ["*.down_proj"]\nquant = "ct:W8A16"\ngroup = 32\n'
+    )
+    plan = bridge.plan(SOURCE, "hf", recipe, format="compressed-tensors", allow_split=True)
+    found = {(step.format.weight[0].dtype, step.format.weight[0].block) for step in plan.quantized if step.format}
+    assert found == {("int4", (64,)), ("int8", (32,))}
+
+
+@pytest.mark.parametrize(
+    ("quant", "group", "words"),
+    [
+        ("int4_wo", 48, r"group=48 \(--group\): blocks have 32, 64 or 128 values"),
+        ("fp8", 64, "scheme fp8 has no integer weights in blocks"),
+        ("nvfp4_wo", 32, "scheme nvfp4_wo has no integer weights in blocks"),
+        ("int8_wo", 64, "scheme int8_wo has no integer weights in blocks"),
+        (None, 64, "group=64 needs a scheme too"),
+    ],
+)
+def test_a_size_that_nothing_can_have_is_one_error(quant: str | None, group: int, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        bridge.plan(SOURCE, "hf", quant, group=group)
+
+
+def test_a_size_that_does_not_divide_is_refused_and_not_replaced(tmp_path: Path) -> None:
+    from tests.oracles import llm_compressor_golden
+
+    narrow = {**llm_compressor_golden.SHAPES, "intermediate_size": 192}
+    with patch.dict(llm_compressor_golden.MODELS, llama=narrow):
+        source = llm_compressor_golden.write_source(tmp_path / "source")
+    assert "INT4 blocks of 64 instead of 128" in " ".join(bridge.plan(source, "hf", "int4_wo").notes)
+    with pytest.raises(PlanError, match="in = 192 does not divide into blocks of 128"):
+        bridge.plan(source, "hf", "int4_wo", group=128)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from bridge.core.errors import UsageError
 from bridge.core.values import Format, Numeric, Site, Structure, TensorSpec
 from bridge.quant.schemes.scheme import Scheme
 
@@ -20,7 +21,7 @@ def with_dividing_blocks(scheme: Scheme, structure: Structure, specs: Mapping[st
 
     A recipe's rules name schemes too: their blocks have the same size.
     """
-    if not any(map(_has_blocks, scheme.formats)):
+    if scheme.sized or not any(map(_has_blocks, scheme.formats)):
         return scheme
     widths = {
         site.module: width
@@ -35,6 +36,32 @@ def with_dividing_blocks(scheme: Scheme, structure: Structure, specs: Mapping[st
     rules = tuple(replace(rule, format=_in_blocks(rule.format, size)) for rule in scheme.rules)
     note = NOTE.format(size=size, first=SIZES[0], module=module, width=widths[module])
     return replace(scheme, weight=_weight(scheme.weight, size), rules=rules, note=note)
+
+
+def with_group(scheme: Scheme, group: int | None) -> Scheme:
+    """The scheme with blocks of `group` values in all of its integer weights; UsageError if it has no such blocks."""
+    if group is None:
+        return scheme
+    if type(group) is not int or group not in SIZES:
+        raise UsageError(f"group={group!r} (--group): blocks have 32, 64 or 128 values")
+    if not any(_is_grouped(one) for form in scheme.formats for one in form.weight):
+        raise UsageError(
+            f"group={group} (--group): scheme {scheme.name} has no integer weights in blocks, as int4_wo and int4:gptq"
+        )
+
+    def sized(weight: tuple[Numeric, ...]) -> tuple[Numeric, ...]:
+        return tuple(replace(one, block=(group,)) if _is_grouped(one) else one for one in weight)
+
+    rules = tuple(
+        replace(rule, format=rule.format and replace(rule.format, weight=sized(rule.format.weight)))
+        for rule in scheme.rules
+    )
+    return replace(scheme, weight=sized(scheme.weight), rules=rules, sized=True)
+
+
+def _is_grouped(numeric: Numeric) -> bool:
+    """Whether a float scale covers each block of integers along `in`."""
+    return numeric.dtype in ("int4", "int8") and len(numeric.block) == 1 and numeric.scale_dtype == "float32"
 
 
 def _in_blocks(form: Format | None, size: int) -> Format | None:

@@ -30,12 +30,13 @@ from bridge.core.parsing.problems import ENOUGH, Problems
 from bridge.core.values import Numeric
 from bridge.quant.schemes.catalog import kv_numeric, named_scheme, read_scheme
 from bridge.quant.schemes.grammar import Gate, Gates, check_keys, parse_options, parse_parity, parse_policies, read_toml
+from bridge.quant.schemes.group_size import with_group
 from bridge.quant.schemes.layer_ranges import Span, parse_span
 from bridge.quant.schemes.scheme import Rule, Scheme
 
 NONE = "none"
-KEYS = {"base", "summary", "kv", "rule", "options", "parity", "policy"}
-RULE_KEYS = {"roles", "modules", "layers", "quant", "override"}
+KEYS = {"base", "summary", "kv", "group", "rule", "options", "parity", "policy"}
+RULE_KEYS = {"roles", "modules", "layers", "quant", "group", "override"}
 
 
 def load_recipe(path: Path) -> Scheme:
@@ -61,6 +62,7 @@ def _parse(words: dict[str, Any], name: str, where: str, problems: Problems) -> 
     take = problems.take
     _check_keys(words, KEYS, where, problems)
     base = take(_base, words.get("base"), where)
+    base = base and take(_grouped, base, words, where)
     rules = _until_enough(take(_rules, words, where) or (), where, problems)
     parsed = [_rule(rule, f"rule {n}", where, problems) for n, rule in enumerate(rules, 1)]
     used = [base, *(scheme for _, scheme in filter(None, parsed) if scheme)]
@@ -82,8 +84,17 @@ def _parse(words: dict[str, Any], name: str, where: str, problems: Problems) -> 
         policies=policies,
         needs_cuda=next((s.needs_cuda for s in used if s.needs_cuda), ""),
         origin=where,
+        sized=any(one.sized for one in used),
     )
     return scheme
+
+
+def _grouped(scheme: Scheme, words: dict[str, Any], where: str) -> Scheme:
+    """A scheme in blocks of the size that a table asks for."""
+    try:
+        return with_group(scheme, words.get("group"))
+    except UsageError as error:
+        raise SchemeError(f"{where}: {error}") from error
 
 
 def _rules(words: dict[str, Any], where: str) -> list[Any]:
@@ -153,6 +164,7 @@ def _rule(words: Any, label: str, where: str, problems: Problems) -> tuple[Rule,
     if type(words.get("override", False)) is not bool:
         problems.add(f"{at}: override = {words['override']!r}; expected true or false")
     scheme = take(_quant, words.get("quant"), at)
+    scheme = scheme and take(_grouped, scheme, words, at)
     layers = _until_enough(take(_list, words, "layers", at) or (), f"{at}: layers", problems)
     rule = Rule(
         label=label,

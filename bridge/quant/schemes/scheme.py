@@ -84,7 +84,7 @@ class Scheme:
     `needs_cuda`: why calibration needs CUDA, "" if a CPU is enough. `options`: the algorithm's parameters, sorted.
     `only`: globs of the modules that are quantized where no rule says otherwise; empty for all. `depth`: layers of the
     model, from which negative layers count (see `bound`). `note`: a change of a named scheme for this model.
-    `rounding`: see `Format`.
+    `rounding`: see `Format`. `sized`: its blocks were asked for, and no other size replaces them.
     """
 
     name: str
@@ -103,6 +103,7 @@ class Scheme:
     origin: str = field(default="", compare=False)
     note: str = field(default="", compare=False)
     rounding: str = ""
+    sized: bool = field(default=False, compare=False)
 
     @property
     def format(self) -> Format:
