@@ -21,7 +21,7 @@ from bridge.planning.plan import Plan
 from bridge.planning.registries import leave_plain, why_too_old
 from bridge.planning.structure import structure_of
 from bridge.quant.schemes.catalog import scheme_names
-from bridge.quant.schemes.group_size import with_dividing_blocks, with_group
+from bridge.quant.schemes.group_size import with_dividing_blocks, with_group, with_zero_points
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.configs.positions import vocabulary_size
@@ -44,6 +44,7 @@ def plan(
     *,
     kv: KvName | str | None = None,
     group: int | None = None,
+    zero_points: bool = False,
     config: Mapping[str, Any] | str | Path | None = None,
     runtime: str | None = None,
     memory: int | str | None = None,
@@ -88,7 +89,7 @@ def plan(
 
         source = plan_cut(source, keep, drop_layers).outline()
     structure = structure_of(source)
-    scheme = scheme_of(quant, kv, structure, source, group) or passthrough_of(quant, source)
+    scheme = scheme_of(quant, kv, structure, source, (group, zero_points)) or passthrough_of(quant, source)
     made = plan_of(source, structure, target, scheme, dict(options), runtime)
     if memory is None:
         return made
@@ -102,18 +103,21 @@ def plan(
 
 
 def scheme_of(
-    quant: Any, kv: str | None, structure: Structure, source: Source, group: int | None = None
+    quant: Any, kv: str | None, structure: Structure, source: Source, blocks: tuple[int | None, bool] = (None, False)
 ) -> Scheme | None:
     """The scheme that a user named, or None; SchemeError if one of its rules matches nothing in the model.
 
+    blocks: their size, None for the scheme's own, and whether they have zero points.
     A scheme by name, in a recipe too, has blocks that divide the model's matrices; a user's own has those that it says.
     """
+    group, zero_points = blocks
     if quant is None or quant == "none":
-        for name, value, example in (("kv", kv, "fp8"), ("group", group, "int4_wo")):
+        given = (("kv", kv, "fp8"), ("group", group, "int4_wo"), ("zero_points", zero_points, "int4_wo"))
+        for name, value, example in given:
             if value:
                 raise UsageError(f"{name}={value!r} needs a scheme too; pass quant={example!r}, for example")
         return None
-    scheme = with_group(load_scheme(quant, kv=kv), group).bound(structure.sites)
+    scheme = with_zero_points(with_group(load_scheme(quant, kv=kv), group), zero_points).bound(structure.sites)
     named = isinstance(quant, str) and not quant.endswith(".toml")
     return with_dividing_blocks(scheme, structure, source.specs) if named or scheme.rules else scheme
 

@@ -92,6 +92,8 @@ class Request:
     """The numeric of the KV cache, "fp8" or "nvfp4_cast"; None leaves it unquantized."""
     group: int | None = None
     """Values in a block of integer weights: 32, 64 or 128; None takes the scheme's."""
+    zero_points: bool = False
+    """Whether each block of INT4 weights has a zero point."""
     device: str | None = None
     """Where calibration runs, "cuda:1"; None leaves the model where it is."""
     config: Mapping[str, Any] | str | Path | None = None
@@ -181,9 +183,9 @@ def resolve(source: Source, request: Request) -> ResolvedRequest:
     if request.calib is not None and request.data is not None:
         raise UsageError("calib= (--calib) and data= (--data) both say what to calibrate with; give one of them")
     structure = structure_of(source)
-    scheme = scheme_of(request.quant, request.kv, structure, source, request.group) or passthrough_of(
-        request.quant, source
-    )
+    scheme = scheme_of(
+        request.quant, request.kv, structure, source, (request.group, request.zero_points)
+    ) or passthrough_of(request.quant, source)
     source = as_stored(source) if isinstance(scheme, PassthroughScheme) else source
     plan_ = plan_of(source, structure, request.target, scheme, dict(request.options), request.runtime)
     if scheme and plan_.calibration and request.sampling != DEFAULT:

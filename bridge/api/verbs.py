@@ -43,6 +43,7 @@ def calibrate(
     *,
     kv: KvName | str | None = None,
     group: int | None = None,
+    zero_points: bool = False,
     device: str | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     tokenizer: Any = None,
@@ -64,7 +65,7 @@ def calibrate(
         quant: a scheme name, the path of a recipe, or a `Scheme`.
         data: None (the embedded text), a text or JSONL file, a dataset id, batches, a DataLoader, or a
             `forward_loop(model)`. Batches are mappings of arrays, `input_ids` (batch, sequence) of integers first.
-        group: values in a block of integer weights, as `convert` takes it.
+        group, zero_points: of blocks of integer weights, as `convert` takes them.
         kv: None, "fp8", "int8" or "nvfp4": also collect the scales of the KV cache; the casts have none.
         device: "cpu", "cuda", "cuda:1"; None leaves the model where it is, which is the CPU for a directory.
         base: the model under a LoRA adapter, as `convert` takes it.
@@ -99,7 +100,7 @@ def calibrate(
         callback(0, 0, "calibrate")  # a tokenizer loads torch, and ModelOpt takes seconds too
         source = open_source(model, config, tokenizer, base)
         structure = structure_of(source)
-        scheme = scheme_of(quant, kv, structure, source, group)
+        scheme = scheme_of(quant, kv, structure, source, (group, zero_points))
         if scheme is None:
             raise UsageError("calibrate needs a scheme; pass quant='fp8', for example")
         prepared = data_of(source, data, sampling_for(Sampling(samples, sequence, field), scheme))
@@ -146,6 +147,7 @@ def convert(
     field: str | None = None,
     kv: KvName | str | None = None,
     group: int | None = None,
+    zero_points: bool = False,
     device: str | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     tokenizer: Any = None,
@@ -179,6 +181,8 @@ def convert(
         kv: None, "fp8", "int8" or "nvfp4"; "fp8_cast" or "nvfp4_cast", which need no calibration.
         group: values in a block of INT4 weights (of INT8, where the scheme has blocks): 32, 64 or 128; None takes the
             scheme's, or the largest that divides every matrix.
+        zero_points: give each block of INT4 weights a zero point, of schemes without a search; for the formats
+            compressed-tensors and awq of target hf.
         device: where calibration runs: "cpu", "cuda", "cuda:1".
         config: entries that replace those of config.json, or a JSON file of them, for what a checkpoint leaves out.
         tokenizer: an object, a directory or a hub id, in place of the model's own.
@@ -211,6 +215,7 @@ def convert(
         device=device, config=config, tokenizer=tokenizer, verify=verify, overwrite=overwrite, resume=resume,
         progress=callback_of(progress), memory=None if memory is None else byte_count(memory, "memory="),
         runtime=runtime, options=dict(options), compute=compute, base=base, adapter=adapter, group=group,
+        zero_points=zero_points,
     )  # fmt: skip
     with joined(workers) as peers:
         return conversion.run(request, conversion.RunOptions(workers=peers))

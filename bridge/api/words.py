@@ -28,7 +28,7 @@ class TargetOptions(TypedDict, total=False):
     engine: bool | str
     era: str
     exact: bool
-    format: str
+    format: str | None
     linear: bool
     logits: str
     opset: int | None

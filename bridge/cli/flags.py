@@ -212,6 +212,7 @@ FLAGS = {
     "golden.record.quant": Flag("the recipe that OUT was converted with, if any"),
     "kv": Flag("the KV cache: fp8, int8, nvfp4; fp8_cast, nvfp4_cast need no calibration", complete=_complete_kv),
     "group": Flag("values in a block of integer weights: 32, 64 or 128; default: the scheme's", int),
+    "zero_points": switch("a zero point in each block of INT4 weights: target hf, compressed-tensors or awq"),
     "budget": Flag("6.5bits per weight on average, 7GB of weights, or kl=0.01 nats per token"),
     "fallback": Flag("scheme of excluded layers; default: unquantized", complete=_complete_scheme),
     "method": Flag(

@@ -16,7 +16,19 @@ from bridge.core.errors import UsageError
 SECTIONS = {
     "Model": ("model", "student", "base", "adapter", "config", "tokenizer"),
     "Output": ("target", "runtime", "out", "overwrite", "resume"),
-    "Quantization": ("quant", "kv", "group", "calib", "data", "samples", "sequence", "field", "device", "compute"),
+    "Quantization": (
+        "quant",
+        "kv",
+        "group",
+        "zero_points",
+        "calib",
+        "data",
+        "samples",
+        "sequence",
+        "field",
+        "device",
+        "compute",
+    ),
 }
 
 

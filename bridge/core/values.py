@@ -121,7 +121,8 @@ class Numeric:
     `scale_dtype`: "float32"; "float8_e4m3fn" means block scales in fp8 under one float32 scale per tensor (NVFP4);
     "float8_e8m0fnu" means powers of two (MX). `dynamic`: scales are computed when the model runs (activations only).
     `constant`: the amax of activations that is taken unmeasured; 0 if it is measured. `search`: how the scales of a
-    weight's blocks are chosen, one of `SEARCHES`; "" takes those of amax.
+    weight's blocks are chosen, one of `SEARCHES`; "" takes those of amax. `zero_points`: each block has a code that
+    stands for 0, so that a value is (code - zero point) * scale.
     """
 
     dtype: str
@@ -131,6 +132,7 @@ class Numeric:
     dynamic: bool = False
     constant: float = 0.0
     search: str = ""
+    zero_points: bool = later(False)
 
     @property
     def maxbound(self) -> float:

@@ -29,7 +29,7 @@ CONDITIONS: dict[str, type] = {
 HOW = ("run", "built", "read")
 _NUMERIC = (
     r"(?:none|(?:fp8|fp4|int8|int4|q4_0|q[4-6]_k)"
-    r"(?: tensor| channel| token| block \d+(?: \d+)?)(?: e4m3| e8m0)?(?: dynamic)?)"
+    r"(?: tensor| channel| token| block \d+(?: \d+)?)(?: e4m3| e8m0)?(?: zeros)?(?: dynamic)?)"
 )
 NUMERIC = re.compile(_NUMERIC)
 WORDS = re.compile(rf"{_NUMERIC}(?: \+ {_NUMERIC})* \| {_NUMERIC}")

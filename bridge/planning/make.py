@@ -227,7 +227,7 @@ def _formats(inputs: PlanInputs) -> tuple[dict[str, Format | str], dict[str, lis
                 format_ = replace(format_, algorithm="max")  # what it measures, pre-scales or errors, is not known
         if isinstance(format_, Format):
             kept = target.why_kept(format_, site)
-            reason = "" if kept else _why_rounding(format_, target) or target.why_unsupported(format_, options)
+            reason = "" if kept else _why_numbers(format_, target) or target.why_unsupported(format_, options)
             if site.stacked and not (kept or reason):
                 reason = STACKED if copies else target.why_stack_unsupported(format_, site, options)
             if reason:
@@ -239,11 +239,15 @@ def _formats(inputs: PlanInputs) -> tuple[dict[str, Format | str], dict[str, lis
     return formats, refused
 
 
-def _why_rounding(format_: Format, target: Planner) -> str:
-    """Why a target has no numbers of the tool whose preset was asked for; "" if it does."""
-    if not format_.rounding or format_.rounding in getattr(target, "roundings", ()):
-        return ""
-    return f"its scales are those of {format_.rounding}, which target hf writes; one of our own names takes any target"
+def _why_numbers(format_: Format, target: Planner) -> str:
+    """Why a target has no place for the numbers of a format, whatever their dtypes; "" if it does."""
+    if format_.rounding and format_.rounding not in getattr(target, "roundings", ()):
+        return (
+            f"its scales are those of {format_.rounding}, which target hf writes; one of our own names takes any target"
+        )
+    if format_.weight[0].zero_points and not getattr(target, "zero_points", False):
+        return f"target {target.name} has no place for the zero points of its blocks"
+    return ""
 
 
 def _check_formats(inputs: PlanInputs, formats: Mapping[str, Format | str], refused: Mapping[str, list[str]]) -> None:

@@ -218,6 +218,8 @@ def _companions(step: Step, members: Sequence[QuantizedWeight]) -> list[str]:
     """The target must write every companion tensor that the source has, and the source must have those it writes."""
     wanted = {output.part for output in step.outputs}
     problems = ["codes are not copied into the words of AWQ and GPTQ"] if "zeros" in wanted else []
+    if any(stored.format.weight[0].zero_points for stored in members):
+        problems = ["codes with zero points are not copied"]
     # ggml's blocks have the scales between the codes
     problems += ["codes are not copied into ggml's blocks"] if step.coding.packed in BLOCKS else []
     for part, word in (("input_scale", "scale of its input"), ("pre_quant_scale", "pre-scale")):

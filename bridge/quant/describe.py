@@ -39,7 +39,7 @@ def numeric_words(numeric: Numeric | None) -> str:
     words = [SHORT.get(numeric.dtype, numeric.dtype), numeric.per, *map(str, numeric.block)]
     if numeric.scale_dtype != "float32":
         words.append({"float8_e4m3fn": "e4m3", "float8_e8m0fnu": "e8m0"}.get(numeric.scale_dtype, numeric.scale_dtype))
-    return " ".join([*words, *(["dynamic"] if numeric.dynamic else [])])
+    return " ".join([*words, *(["zeros"] if numeric.zero_points else []), *(["dynamic"] if numeric.dynamic else [])])
 
 
 def contract_words(format_: Format) -> str:
@@ -71,9 +71,10 @@ def explained(words: str) -> str:
 def _explained(words: str) -> str:
     dtype, *rest = words.split()
     block = "x".join(word for word in rest if word.isdecimal())
-    dynamic, scales = "dynamic" in rest, [word for word in rest[1:] if word != "dynamic" and not word.isdecimal()]
+    dynamic, scales = "dynamic" in rest, [word for word in rest[1:] if word in ("e4m3", "e8m0")]
     text = f"{dtype} per {rest[0]}" if rest else dtype
     text += f" of {block}" if block else ""
+    text += ", zero points" if "zeros" in rest else ""
     return f"{text}{''.join(f', {word} scales' for word in scales)}{', at run time' if dynamic else ''}"
 
 
@@ -107,7 +108,7 @@ def numeric(entry: Numeric | None) -> str:
     block = f" of {'x'.join(map(str, entry.block))}" if entry.block else ""
     scale = f", {entry.scale_dtype} scales" if entry.scale_dtype != "float32" else ""
     fixed = f", amax {entry.constant:g}" if entry.constant else ""
-    searched = SEARCHED.get(entry.search, "")
+    searched = ", zero points" if entry.zero_points else SEARCHED.get(entry.search, "")
     return f"{entry.dtype} per {entry.per}{block}{scale}{', at run time' if entry.dynamic else ''}{fixed}{searched}"
 
 

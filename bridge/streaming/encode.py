@@ -21,6 +21,7 @@ from bridge.quant.codec.arrays import Array, amax_of, cast
 from bridge.quant.codec.arrays import amax as amax_by_block
 from bridge.quant.codec.encode import Encoder, encode
 from bridge.quant.codec.scales import TINY
+from bridge.quant.codec.zero_points import packed_zero_points
 from bridge.quant.smoothing import RANGE, Smoothing, mean_scale, multiplied
 from bridge.streaming.calibrated_codes import calibrated_rows
 from bridge.streaming.context import ConversionContext, Sink, StepResult
@@ -180,7 +181,7 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
     )
     for part, value in encoder.constants().items():
         sink(outputs[part], value, 0)
-    written, scales = 0, ScaleWriter(outputs, sink)
+    written, scales, zeros = 0, ScaleWriter(outputs, sink), list[Array]()
     nonzero, clip = False, clip_of(step, context.plan.sources, context.calibration)
     for first, parts in rows.pieces(encoder.unit):
         taken = chosen.rows(first, parts[-1].stop) if chosen else None
@@ -197,7 +198,11 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
             written += encoded["codes"].nbytes
             if "scale" in encoded:
                 scales.add(encoded["scale"])
+            zeros += [encoded["zeros"]] if "zeros" in encoded else []
     scales.write()
+    if zeros:
+        words = packed_zero_points(np.concatenate(zeros), step.format.weight[0].dtype, step.coding.packed)
+        sink(outputs["zeros"], words, 0)
     return not nonzero
 
 

@@ -48,7 +48,7 @@ def write_constants(step: Step, context: ConversionContext, buffers: Buffers, si
     if "shape" in outputs:
         rows = Rows(step, context.source, buffers)
         constants["shape"] = np.array([rows.rows, rows.cols], np.int64)
-    if "zeros" in outputs:
+    if "zeros" in outputs and step.format and not step.format.weight[0].zero_points:
         assert step.format
         zeros = outputs["zeros"].spec
         added = int(step.coding.packed != "awq")  # GPTQ's readers add one, AutoAWQ's nothing

@@ -19,7 +19,9 @@ from bridge.quant.codec.arrays import Array, amax, cast, matrix, smooth, transpo
 from bridge.quant.codec.blocks import grid, packing
 from bridge.quant.codec.decode import values
 from bridge.quant.codec.encode import CalibratedCodes
+from bridge.quant.codec.packing import unpacked_codes, words_by_row
 from bridge.quant.codec.search import searched_scales
+from bridge.quant.codec.zero_points import stored_points
 from bridge.quant.smoothing import Smoothing, multiplied
 from bridge.sources.source import Source, lazy
 from bridge.streaming.experts import PARTS, expert
@@ -27,6 +29,7 @@ from bridge.streaming.rows import Rows, join
 from bridge.streaming.written import OutputReader
 from bridge.verification.expected import ExpectedScales
 from bridge.verification.weight_error import Comparer, ErrorSums, StoredCodes, Tolerance, compare
+from bridge.verification.zero_points import StoredPoints, zero_point_sums
 
 ROUNDINGS = 4  # the weight is smoothed, then again by the group's mean; the mean and its stored value are rounded
 
@@ -35,6 +38,8 @@ def compare_step(
     step: Step, source: Source, output: OutputReader, scales: ExpectedScales, buffers: Buffers
 ) -> ErrorSums:
     """Compare a quantized weight with its source."""
+    if step.format and step.format.weight[0].zero_points:
+        return _compare_zero_points(step, source, output, scales, buffers)
     match step.layout:
         case Layout.ROWS:
             return _compare_rows(step, source, output, scales, buffers)
@@ -140,6 +145,27 @@ def _compare_whole(
         return replace(sums, not_nearest=0)
     value = _chosen_values(bits, rows.spec.dtype, chosen.whole(), weights[0], layout, scales.above(step), importance)
     return replace(sums, not_nearest=sums_of(value, "float32").not_nearest)
+
+
+def _compare_zero_points(
+    step: Step, source: Source, output: OutputReader, scales: ExpectedScales, buffers: Buffers
+) -> ErrorSums:
+    """Compare a weight whose blocks have zero points, which is held whole."""
+    assert step.format
+    first, packed = step.format.weight[0], step.coding.packed
+    rows = Rows(step, source, buffers)
+    smoother = _smoother(step, rows.spec.dtype, source, output, scales)
+    bits = rows.whole(lambda part: smoother(part.slice.module, part.bits, part.first))
+    arrays = {o.part: output.read(o) for o in step.outputs}
+    scale = to_float32(arrays["scale"], step.coding.scale_dtype)
+    words = arrays["weight"]
+    if packed == "awq":
+        words, scale = words_by_row(words, first.dtype, packed), transposed(scale)
+    codes = unpacked_codes(np.ascontiguousarray(words), first.dtype, "int32", rows.cols)
+    stored = StoredPoints(codes, np.ascontiguousarray(scale), stored_points(arrays["zeros"], first.dtype, packed))
+    return zero_point_sums(
+        to_float32(bits, rows.spec.dtype), stored, first, step.coding, rows.spec.dtype, smoother.roundings
+    )
 
 
 def _tolerance(step: Step, smoother: _Smoother, scales: ExpectedScales) -> Tolerance:

@@ -220,7 +220,7 @@ class Comparer:
     def _of_searched(self, values: Array, stored: Array, importance: Array | None) -> ErrorSums:
         """The error sums of float32 rows; with an importance, their codes are searched again."""
         kind = DTYPES[self._searched]
-        found = _sums_of_values(values, kquants.dequantized(stored, self._searched, self._blocks.cols))
+        found = sums_of_values(values, kquants.dequantized(stored, self._searched, self._blocks.cols))
         if importance is None:
             return found
         again = kquants.quantized(values, self._searched, importance, take=self._take)
@@ -249,7 +249,7 @@ class Comparer:
         return factor
 
 
-def _sums_of_values(values: Array, decoded: Array) -> ErrorSums:
+def sums_of_values(values: Array, decoded: Array) -> ErrorSums:
     """The error sums of float32 rows whose decoded values are known; whole blocks in a row."""
     a, b = values.astype(np.float64), decoded.astype(np.float64)
     error, run = np.square(a - b), math.gcd(RUN, values.shape[1])

@@ -13,8 +13,8 @@ import bridge
 
 SIGNATURES = {
     "plan": (
-        "model, target, quant=None, *, kv=None, group=None, config=None, runtime=None, memory=None, keep=None, "
-        "drop_layers=None, sparse=None, base=None, adapter=None, out=None, overwrite=False, **options"
+        "model, target, quant=None, *, kv=None, group=None, zero_points=False, config=None, runtime=None, memory=None, "
+        "keep=None, drop_layers=None, sparse=None, base=None, adapter=None, out=None, overwrite=False, **options"
     ),
     "estimate": "plan, model=None, *, verify=True, machine=None",
     "pruned": (
@@ -51,12 +51,14 @@ SIGNATURES = {
     ),
     "convert": (
         "model, target, quant=None, out=None, *, calib=None, data=None, samples=None, sequence=None, field=None, "
-        "kv=None, group=None, device=None, config=None, tokenizer=None, base=None, adapter=None, verify=True, "
-        "overwrite=False, resume=True, progress=None, memory=None, runtime=None, compute=None, workers=None, **options"
+        "kv=None, group=None, zero_points=False, device=None, config=None, tokenizer=None, base=None, adapter=None, "
+        "verify=True, overwrite=False, resume=True, progress=None, memory=None, runtime=None, compute=None, "
+        "workers=None, **options"
     ),
     "calibrate": (
-        "model, quant, data=None, *, kv=None, group=None, device=None, config=None, tokenizer=None, base=None, "
-        "samples=None, sequence=None, field=None, memory=None, partial=None, progress=None, compute=None, workers=None"
+        "model, quant, data=None, *, kv=None, group=None, zero_points=False, device=None, config=None, tokenizer=None, "
+        "base=None, samples=None, sequence=None, field=None, memory=None, partial=None, progress=None, "
+        "compute=None, workers=None"
     ),
     "verify": "out, against, *, data=None, tokenizer=None, base=None, progress=None",
     "run": "out, text, *, tokens=64, chat=False, temperature=0.0, seed=0, image=None, audio=None, stream=None",

@@ -132,7 +132,7 @@ def test_every_argument_of_convert_has_a_flag(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(bridge, "convert", convert)
     words = ["--out", "o", "--calib", "c", "--kv", "fp8", "--device", "cpu", "--config", "f.json", "--tokenizer", "t"]
-    words += ["--group", "64"]
+    words += ["--group", "64", "--zero-points"]
     words += ["--data", "d", "--samples", "8", "--sequence", "64", "--field", "g", "--for", "vllm"]
     words += ["--compute", "fp32", "--base", "b", "--adapter", "keep"]
     done = run(*CONVERT, *words, "--memory", "1.5GiB", "--overwrite", "--no-resume", "--no-verify", "--opset", "23")
@@ -142,8 +142,8 @@ def test_every_argument_of_convert_has_a_flag(monkeypatch: pytest.MonkeyPatch) -
     assert callable(given.pop("progress"))
     assert given == {
         "data": "d", "samples": 8, "sequence": 64, "field": "g", "runtime": "vllm", "compute": "fp32", "base": "b",
-        "adapter": "keep",
-        "calib": "c", "kv": "fp8", "group": 64, "device": "cpu", "config": "f.json", "tokenizer": "t", "verify": False,
+        "adapter": "keep", "group": 64, "zero_points": True,
+        "calib": "c", "kv": "fp8", "device": "cpu", "config": "f.json", "tokenizer": "t", "verify": False,
         "overwrite": True, "resume": False, "memory": 3 << 29, "opset": 23,
     }  # fmt: skip
 

@@ -81,8 +81,8 @@ def qparams(weight: Any, scheme: Any, above: Any) -> dict[str, Any]:
         low, high = groups.amin(-1), groups.amax(-1)
     if strategy == QuantizationStrategy.TENSOR_GROUP:
         extra["weight_global_scale"] = generate_gparam(-above, above)
-    scale, _ = calculate_qparams(low, high, args, extra.get("weight_global_scale"))
-    return {"weight_scale": scale, **extra}
+    scale, zero = calculate_qparams(low, high, args, extra.get("weight_global_scale"))
+    return {"weight_scale": scale, **extra, **({} if args.symmetric else {"weight_zero_point": zero})}
 
 
 def decompressed(directory: Path) -> dict[str, Any]:

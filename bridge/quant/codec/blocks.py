@@ -104,6 +104,10 @@ def stored_shapes(
         scale = () if first.per == "tensor" else (math.prod(scale),)
     dtype = coding.scale_is if first.scale_dtype == "float32" else first.scale_dtype
     shapes = {"codes": codes, "scale": (dtype, scale)}
+    if first.zero_points:  # words along `out`
+        rows, cols = blocks.shape
+        words = -(-rows // IN_INT32[first.dtype])
+        shapes["zeros"] = ("int32", (cols, words) if transpose else (words, cols))
     if len(numeric) == 2 or first.two_level:
         shapes["scale_2"] = ("float32", ())
     return shapes

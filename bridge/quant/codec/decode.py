@@ -19,6 +19,7 @@ from bridge.quant.codec.arrays import Array, transpose_into, transposed
 from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, WORDS, Grid, grid, packing, stored_shapes
 from bridge.quant.codec.kernels import ONE, fp8_codes
 from bridge.quant.codec.packing import unpacked_codes, words_by_row
+from bridge.quant.codec.zero_points import stored_points
 
 
 def storage(dtype: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
@@ -51,6 +52,11 @@ def decode(
         whole = to_float32(np.asarray(arrays["codes"]).reshape(shape[::-1] if transpose else shape), coding.values)
         return (transposed(whole) if transpose else whole)[slice(*(rows or (None, None)))]
     first, blocks = numeric[0], grid(numeric[0], shape, layout)
+    points = None
+    if first.zero_points:
+        of = stored_shapes(numeric, shape, layout, transpose, coding=coding)["zeros"][1]
+        points = stored_points(np.asarray(arrays["zeros"]).view(np.int32).reshape(of), first.dtype, coding.packed)
+        numeric = (dataclasses.replace(first, zero_points=False), *numeric[1:])
     if transpose and packing(first, layout, transpose, coding) in WORDS:
         shapes = stored_shapes(numeric, shape, layout, transpose, coding=coding)
         arrays = by_row(arrays, first, shapes, coding.packed)
@@ -71,7 +77,10 @@ def decode(
     codes = _stored_rows(stored["codes"], first, blocks.cols, packed, transpose, start, stop)
     factor = stored["scale"].reshape(blocks.shape[::-1] if transpose else blocks.shape)
     factor = _scales((factor.T if transpose else factor)[start // blocks.down : -(-stop // blocks.down)], first, coding)
-    out = scaled(codes, numeric, factor, stored.get("scale_2"), blocks, coding.reciprocal)
+    if points is None:
+        out = scaled(codes, numeric, factor, stored.get("scale_2"), blocks, coding.reciprocal)
+    else:
+        out = shifted(codes, first.dtype, factor, points[start:stop], blocks)
     return out.reshape(stop - start, *shape[1:])
 
 
@@ -96,6 +105,13 @@ def by_row(
     scale = np.asarray(arrays["scale"]).reshape(kinds["scale"][1])
     turned = {"codes": words_by_row(codes, numeric.dtype, packed)}
     return arrays | turned | {"scale": transposed(scale) if scale.ndim > 1 else scale}
+
+
+def shifted(codes: Array, dtype: str, scale: Array, zeros: Array, cells: Grid) -> Array:
+    """Return float32 (rows, cols) of one-byte codes less the zero points of their blocks, times their scales."""
+    cols = codes.shape[1]
+    by_value = [np.repeat(grid.astype(np.float32), cells.across, axis=1)[:, :cols] for grid in (zeros, scale)]
+    return (values(codes, dtype) - by_value[0]) * by_value[1]
 
 
 def scaled(

@@ -17,7 +17,7 @@ from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES, SEARCHED, to_float32
 from bridge.core.errors import SchemeError, SourceError
 from bridge.core.values import BY_SIGN, Encoding, Numeric
-from bridge.quant.codec import arrays, ggml, kquants
+from bridge.quant.codec import arrays, ggml, kquants, zero_points
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import PLAIN, WORDS, grid, packing, stored_shapes
 from bridge.quant.codec.clip import Clip
@@ -87,17 +87,18 @@ class Encoder:
             arrays.check_finite(np.full((1, 1), amax), name, "given amax")
         self._numeric, self._dtype, self._name = first, dtype, name
         self._blocks = grid(first, shape, layout, name)
-        self._packed = packing(first, layout, False, coding)
-        self._plain_int8 = first.dtype == "int8" and not self._packed
+        self.packed = packing(first, layout, False, coding)
+        self._plain_int8 = first.dtype == "int8" and not self.packed
         self._cast, self._values = coding.cast or dtype, coding.values
+        self._scale_dtype = coding.scale_is
         self._quotient = self._cast if coding.quotient == "weight" else "float32"
         self._scales = Scales(numeric, dtype, coding, amax)
-        self._fused = fused(first, dtype, coding, self._blocks, self._packed, self._scales)
-        self._own = ggml.own_rounding(first, self._packed)
+        self._fused = fused(first, dtype, coding, self._blocks, self.packed, self._scales)
+        self._own = ggml.own_rounding(first, self.packed)
         self._whole = amax
         self._search = first.search and amax != 0  # without a scale above it nothing can be searched: all is zero
         self._take = take or Buffers().take
-        packed_rows = {"out": 2, "awq": 8}.get(self._packed, 1)
+        packed_rows = {"out": 2, "awq": 8}.get(self.packed, 1)
         self.unit = math.lcm(first.block[0] if len(first.block) == 2 else 1, packed_rows)
 
     def constants(self) -> dict[str, Array]:
@@ -130,15 +131,17 @@ class Encoder:
         down = n if self._numeric.per == "tensor" else blocks.down
         own = arrays.amax(flat, self._dtype, down, blocks.across)
         arrays.check_finite(own, self._name, f"rows {first} to {first + n}")
+        if self._numeric.zero_points:
+            return self._with_zero_points(flat)
         if self._numeric.dtype in SEARCHED:
             wide = to_float32(flat, self._dtype)
-            return {"codes": kquants.quantized(wide, self._packed, importance, name=self._name, take=self._take)}
+            return {"codes": kquants.quantized(wide, self.packed, importance, name=self._name, take=self._take)}
         assert importance is None or self._numeric.search in BY_SIGN, (
             f"{self._name}: nothing is searched with an importance"
         )
         if self._own and clip is None:
             words, _ = self._readable(flat, ONE, n)
-            return {"codes": ggml.joined(*ggml.own_codes(words, self._packed, self._name, self._take), self._packed)}
+            return {"codes": ggml.joined(*ggml.own_codes(words, self.packed, self._name, self._take), self.packed)}
         own = own if largest is None else largest
         own = own if clip is None else clip.amax(own)
         chosen = chosen or CalibratedCodes()
@@ -149,14 +152,21 @@ class Encoder:
         codes = self._nearest(flat, divisor, down) if chosen.codes is None else np.ascontiguousarray(chosen.codes)
         if self._values:
             stored = self._fake_quantized(codes, parts.get("scale"), down)
-        elif self._packed in ggml.TYPES:
-            return {"codes": ggml.joined(codes, parts["scale"], self._packed, self._take)}
+        elif self.packed in ggml.TYPES:
+            return {"codes": ggml.joined(codes, parts["scale"], self.packed, self._take)}
         else:
-            packed = packed_codes(codes, self._numeric.dtype, self._packed, self._take)
+            packed = packed_codes(codes, self._numeric.dtype, self.packed, self._take)
             stored = packed.view(np.int8) if self._plain_int8 else packed
         if "scale" in parts and self._numeric.per == "channel":
             parts["scale"] = parts["scale"].reshape(-1)
         return parts | {"codes": stored}
+
+    def _with_zero_points(self, flat: Array) -> dict[str, Array]:
+        """The codes of some rows, the scales and the zero points of their blocks."""
+        wide = arrays.rounded(to_float32(flat, self._dtype), self._cast)
+        dtype, across = self._numeric.dtype, self._blocks.across
+        parts = zero_points.encoded(wide, dtype, across, self._quotient, self._scale_dtype)
+        return parts | {"codes": packed_codes(parts["codes"], dtype, self.packed, self._take)}
 
     def _nearest(self, flat: Array, divisor: Array, down: int) -> Array:
         """The codes next to some rows divided by the scales of their blocks."""
@@ -268,14 +278,19 @@ def encode(
     out = {part: np.empty(*storage(*of)) for part, of in shapes.items()}
     for part, constant in encoder.constants().items():
         out[part][...] = constant
-    at = dict.fromkeys(out, 0)
+    at, zeros = dict.fromkeys(out, 0), list[Array]()
     for rows in arrays.chunks(shape[0], math.prod(shape[1:]), math.lcm(encoder.unit, 8), PIECE):
         panel = arrays.transposed(flat[:, rows]) if across else flat[rows]
         clips = None if clip is None else clip.rows(rows.start, rows.stop)
         own = chosen and chosen.cut(rows, across)
         for key, array in encoder.rows(panel, rows.start, importance=importance, clip=clips, chosen=own).items():
+            if key == "zeros":
+                zeros.append(array)
+                continue
             _place(array, out[key], at[key], turned)
             at[key] += len(array)
+    if zeros:
+        out["zeros"] = zero_points.packed_zero_points(np.concatenate(zeros), numeric[0].dtype, encoder.packed)
     return out
 
 

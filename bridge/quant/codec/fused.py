@@ -29,7 +29,7 @@ def fused(numeric: Numeric, dtype: str, coding: Encoding, blocks: Grid, packed: 
 
     packed: see `blocks.packing`.  scales: of the weight.
     """
-    if not dtype == (coding.cast or dtype) == "bfloat16" or coding.values or numeric.search:
+    if not dtype == (coding.cast or dtype) == "bfloat16" or coding.values or numeric.search or numeric.zero_points:
         return None
     if numeric.dtype not in CODES:  # those of GGML have no largest code
         return None

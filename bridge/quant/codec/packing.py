@@ -107,3 +107,16 @@ def zero_word(dtype: str, added: int) -> np.int32:
     zero = (8 if dtype == "int4" else 128) - added
     byte = zero * 17 if dtype == "int4" else zero
     return np.int32(int.from_bytes(bytes([byte]) * 4, "little", signed=True))
+
+
+def zero_points(stored: Array, dtype: str, packed: str, added: int = 0) -> Array:
+    """Return the zero points of signed codes, int8 (out, blocks), from words (blocks, words along `out`).
+
+    packed: "awq", or "int32" of GPTQ, whose readers add `added`.
+    """
+    blocks, count = len(stored), stored.shape[1] * IN_INT32[dtype]
+    if packed == "awq":
+        return unpacked_codes(words_by_row(stored, dtype, packed), dtype, "int32", blocks).view(np.int8)
+    half, mask = (8, 15) if dtype == "int4" else (128, 255)
+    signed = unpacked_codes(stored, dtype, "int32", count).view(np.int8).astype(np.int16)
+    return transposed((((signed + half + added) & mask) - half).astype(np.int8))

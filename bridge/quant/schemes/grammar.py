@@ -92,9 +92,14 @@ def parse_numeric(words: Any, where: str) -> Numeric:
 
 
 def parse_weight(words: Any, where: str) -> Numeric:
-    """Parse the format of a weight: a numeric, and `search`, how the scales of its blocks are chosen."""
-    check_keys(words, _KEYS | {"search"}, where)
-    numeric = parse_numeric({key: value for key, value in words.items() if key != "search"}, where)
+    """Parse the format of a weight: a numeric, `zero_points`, and `search`, how the scales of its blocks are chosen."""
+    check_keys(words, _KEYS | {"search", "zero_points"}, where)
+    numeric = parse_numeric({key: value for key, value in words.items() if key in _KEYS}, where)
+    if "zero_points" in words:
+        plain = (numeric.dtype, numeric.scale_dtype, len(numeric.block)) == ("int4", "float32", 1)
+        if words["zero_points"] is not True or "search" in words or not plain:
+            raise SchemeError(f"{where}: zero_points = true is for INT4 in blocks without search; else leave it out")
+        return replace(numeric, zero_points=True)
     if "search" not in words:
         return numeric
     search = words["search"]

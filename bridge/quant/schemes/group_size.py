@@ -59,6 +59,32 @@ def with_group(scheme: Scheme, group: int | None) -> Scheme:
     return replace(scheme, weight=sized(scheme.weight), rules=rules, sized=True)
 
 
+def with_zero_points(scheme: Scheme, wanted: bool) -> Scheme:
+    """The scheme with a zero point in each block of its INT4 weights; UsageError if it can have none."""
+    if not wanted:
+        return scheme
+    own = [scheme.format, *(rule.format for rule in scheme.rules if rule.format)]
+    if not any(map(_takes_zero_points, own)):
+        raise UsageError(
+            f"zero_points=True (--zero-points): scheme {scheme.name} has no INT4 weights in blocks whose scales follow "
+            "from their values alone, as those of int4_wo and int4_awq do"
+        )
+
+    def shifted(form: Format) -> Format:
+        weight = (replace(form.weight[0], zero_points=True), *form.weight[1:])
+        return replace(form, weight=weight) if _takes_zero_points(form) else form
+
+    rules = tuple(replace(rule, format=rule.format and shifted(rule.format)) for rule in scheme.rules)
+    return replace(scheme, weight=shifted(scheme.format).weight, rules=rules)
+
+
+def _takes_zero_points(form: Format) -> bool:
+    """Whether the codes of a weight follow from the least and the largest value of a block."""
+    first = form.weight[0]
+    plain = form.algorithm in ("max", "awq") and not first.search and len(form.weight) == 1
+    return plain and _is_grouped(first) and first.dtype == "int4"
+
+
 def _is_grouped(numeric: Numeric) -> bool:
     """Whether a float scale covers each block of integers along `in`."""
     return numeric.dtype in ("int4", "int8") and len(numeric.block) == 1 and numeric.scale_dtype == "float32"

@@ -13,7 +13,7 @@ from bridge.core.text import nearest
 from bridge.quant.schemes.grammar import check_keys, read_toml
 
 COLON = ":"
-ROW_KEYS = {"scheme", "why", "block", "input", "algorithm", "only"}
+ROW_KEYS = {"scheme", "why", "block", "zero_points", "input", "algorithm", "only"}
 
 
 def prefixes() -> dict[str, dict[str, Any]]:
@@ -88,12 +88,14 @@ def _words(row: dict[str, Any], tool: dict[str, Any]) -> dict[str, Any]:
     if path is None:
         raise SchemeError(f"presets.toml: scheme {row['scheme']!r} has no file in mappings/schemes")
     words: dict[str, Any] = {key: value for key, value in read_toml(path).items() if key != "aliases"}
-    changes = {key: value for key, value in row.items() if key not in ("scheme", "block")}
+    changes = {key: value for key, value in row.items() if key not in ("scheme", "block", "zero_points")}
     if "algorithm" in changes:
         words.pop("options", None)  # of the other algorithm
     words |= changes
     if not words.get("input", True):  # {}: none
         del words["input"]
+    if "zero_points" in row:
+        words["weight"] = [{**words["weight"][0], "zero_points": row["zero_points"]}]
     if "block" in row:
         words["weight"] = [{**words["weight"][0], "per": "block", "block": row["block"]}]
     return words | {"rounding": tool["rounding"], "summary": f"{tool['tool']}'s preset"}

@@ -137,7 +137,7 @@ class Scheme:
     @property
     def not_simulated(self) -> str:
         """Why ModelOpt's fake-quantized model is another one on any device, "" if it is not."""
-        ours = any(n.search in BY_SIGN for form in self.formats for n in form.weight)
+        ours = any(n.search in BY_SIGN or n.zero_points for form in self.formats for n in form.weight)
         return "ModelOpt has no quantizer with its scales" if ours else ""
 
     @property

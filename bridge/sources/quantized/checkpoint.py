@@ -19,7 +19,7 @@ from bridge.core.values import Numeric, TensorSpec, main_dtype
 from bridge.sources.quantized import compressed_tensors as compressed
 from bridge.sources.quantized import deepseek as blocks
 from bridge.sources.quantized import gpt_oss as mxfp4
-from bridge.sources.quantized import modelopt, words
+from bridge.sources.quantized import modelopt, points, words
 from bridge.sources.quantized.fields import (
     BESIDE,
     CONFIGS,
@@ -230,7 +230,7 @@ def _read(
             return None
     zeros = _zero_points(weights, reader) if isinstance(reader, compressed.Compressed) else frozenset()
     shown = {name: spec for name, spec in weights.specs.items() if name not in zeros}
-    tensors = take(reader, dataclasses.replace(weights, specs=shown), dtype)
+    tensors = take(reader, points.unpacked(dataclasses.replace(weights, specs=shown)), dtype)
     tensors = dataclasses.replace(tensors, used=tensors.used | zeros)
     return _turned(tensors, config, weights.specs) if method == "modelopt" else tensors, reader.kv
 

@@ -6,6 +6,7 @@ Regular expressions are the format's own.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,6 @@ from bridge.sources.quantized import fields as words
 from bridge.sources.quantized.parts import StorageLayout, Unread
 
 HERE = "quantization_config"
-ASYMMETRIC = "asymmetric, as its group says, and every format here is symmetric; compress it with symmetric=True"
 FORMATS = (
     "naive-quantized", "float-quantized", "int-quantized", "pack-quantized",
     "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
@@ -55,20 +55,25 @@ class Compressed:
             return "its group has no weights"
         if "weight_g_idx" in tensors:
             return Unread("its columns are permuted (activation order: weight_g_idx), which no target supports")
-        if not self.is_symmetric(module):
-            return Unread(ASYMMETRIC)
-        if points := sorted({"weight_zero_point", "input_zero_point"} & tensors.keys()):
+        if "input_zero_point" in tensors:
+            return Unread("asymmetric: its input_zero_point is not 0, and every format here has symmetric inputs")
+        shifted = not self.is_symmetric(module)
+        if "weight_zero_point" in tensors and not shifted:
             return Unread(
-                f"asymmetric: its {' and '.join(points)} is not 0, and every format here is symmetric; compress it "
-                "with symmetric=True"
+                "asymmetric: its weight_zero_point is not 0, and its group says that it is symmetric; write "
+                "symmetric = false there if the zero points are right"
             )
         numeric = _numeric(weights)
         if isinstance(numeric, str):
             return numeric
+        if shifted and numeric.dtype not in ("int4", "int8"):
+            return Unread(f"asymmetric, as its group says, which {numeric.dtype} is in no format here")
+        numeric = dataclasses.replace(numeric, zero_points=shifted)
         wide = numeric.two_level
         names = {"codes": "weight_packed" if "pack" in form else "weight", "scale": "weight_scale"}
         names |= {"scale_2": "weight_global_scale"} if wide else {}
         names |= {"input_scale": "input_global_scale" if "input_global_scale" in tensors else "input_scale"}
+        names |= {"zeros": "weight_zero_point"} if shifted else {}
         names |= {"shape": "weight_shape"} if form == "pack-quantized" else {}
         inputs = _numeric(entry) if isinstance(entry, Mapping) else None
         if isinstance(inputs, str):

@@ -15,7 +15,7 @@ from bridge.core.dtypes import DTYPES, to_float32
 from bridge.core.errors import SourceError
 from bridge.quant.codec.arrays import CHUNK, Array, cast
 from bridge.quant.codec.blocks import FOUR_BITS, Grid, grid
-from bridge.quant.codec.decode import scaled, values
+from bridge.quant.codec.decode import scaled, shifted, values
 from bridge.quant.codec.packing import unpacked_codes
 
 if TYPE_CHECKING:
@@ -72,6 +72,11 @@ def scale_rows(stored: QuantizedWeight, begin: int, end: int) -> Array:
     return np.ascontiguousarray(to_float32(rows, spec.dtype)) if stored.scale_is_float else rows
 
 
+def zero_rows(stored: QuantizedWeight, begin: int, end: int) -> Array:
+    """Return rows of the grid of zero points."""
+    return stored.rows(stored.parts["zeros"].spec.name, begin, end).view(np.int8)
+
+
 def prescale(stored: QuantizedWeight) -> Array | None:
     """Return the factors that multiply the input and divided the weight, float32 (1, in), or None."""
     part = stored.parts.get("pre_quant_scale")
@@ -99,5 +104,9 @@ def _values(stored: QuantizedWeight, begin: int, end: int, left: int, right: int
         )
     # compressed-tensors divides by what it stores
     above = np.asarray(stored.number("scale_2")) if "scale_2" in stored.parts else None
-    dequantized = scaled(codes, numeric, scale, above, cells, stored.reciprocal)
+    if numeric[0].zero_points:
+        zeros = zero_rows(stored, begin // cells.down, -(-end // cells.down))[:, first:last]
+        dequantized = shifted(codes, numeric[0].dtype, scale, zeros, cells)
+    else:
+        dequantized = scaled(codes, numeric, scale, above, cells, stored.reciprocal)
     return dequantized[:, left - across.start : right - across.start]

@@ -79,9 +79,10 @@ class Reader(Protocol):
 class QuantizedWeight:
     """One quantized weight. `spec`: of the unquantized weight, [out, in], for a stack of experts [experts, out, in].
 
-    `parts`: "codes", "scale", "scale_2", "input_scale", "pre_quant_scale" -> the checkpoint's tensor, in its own shape.
-    `rows(name, begin, end)` reads rows of one of those tensors. `reciprocal`: scale_2 and NVFP4's input scale are
-    stored as 1 / scale. `turned`: the architecture has the weight as [in, out] (Conv1D), the codes are [out, in].
+    `parts`: "codes", "scale", "zeros" (zero points of signed codes, int8), "scale_2", "input_scale", "pre_quant_scale"
+    -> the checkpoint's tensor, in its own shape. `rows(name, begin, end)` reads rows of one of those tensors.
+    `reciprocal`: scale_2 and NVFP4's input scale are stored as 1 / scale. `turned`: the architecture has the weight as
+    [in, out] (Conv1D), the codes are [out, in].
     """
 
     module: str
@@ -253,6 +254,7 @@ def _expected(format_: Format, shape: tuple[int, ...]) -> dict[str, tuple[tuple[
     above = len(format_.weight) == 2 or first.two_level
     return {
         "scale": (SCALES[first.scale_dtype], grid(first, shape, "out_in").shape),
+        **({"zeros": (("int8",), grid(first, shape, "out_in").shape)} if first.zero_points else {}),
         **({"scale_2": (FLOATS, ())} if above else {}),
         "input_scale": (FLOATS, ()),
         "pre_quant_scale": (FLOATS, (shape[1],)),

@@ -1,8 +1,8 @@
 """AutoAWQ and GPTQ: integer codes in 32-bit words, stored [in, out].
 
 They are shown to the other readers as compressed-tensors stores them, [out, in]: reading any row reads the whole
-tensor. Asymmetric weights and activation order are refused: zero points and orders are read when it opens, since what
-the config says of them (`sym`, `desc_act`) does not decide it.
+tensor. Activation order is refused: zero points and orders are read when it opens, since what the config says of them
+(`sym`, `desc_act`) does not decide it. Zero points in the middle of the range are those of symmetric codes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ NAMES = dict(zip(("codes", "zeros", "scale", "order"), SUFFIXES, strict=True))
 DTYPES = {4: "int4", 8: "int8"}
 HELD = 4  # turned tensors that are kept: codes and scales of a weight, for two threads
 FORMS = {"gptq": 1, "gptq_v2": 0}  # `checkpoint_format` -> what GPTQ's readers add to a stored zero point
-REMEDY = "every format here is symmetric; quantize the unquantized model again"
 
 
 @dataclass(frozen=True)
 class Words:
-    """The `Reader` of a `quantization_config`. `refused`: module -> why its tensors do not fit."""
+    """The `Reader` of a `quantization_config`. `refused`: module -> why its tensors do not fit.
+
+    `shifted`: modules whose zero points are not the middle of the range.
+    """
 
     section: Mapping[str, Any]
     method: str
     refused: Mapping[str, str]
+    shifted: frozenset[str] = frozenset()
     companions: tuple[str, ...] = SUFFIXES
     kv: Numeric | None = None
 
@@ -47,6 +50,7 @@ class Words:
         numeric = _numeric(self.section, self.method)
         if isinstance(numeric, str):
             return numeric
+        numeric = dataclasses.replace(numeric, zero_points=module in self.shifted)
         return StorageLayout(Format((numeric,)), NAMES, "int32")
 
 
@@ -74,8 +78,10 @@ class Turned:
 def tensors_of(section: Mapping[str, Any], method: str, weights: Weights, dtype: str) -> QuantizedTensors:
     """Give every module its parts, of weights in `dtype`."""
     numeric = _numeric(section, method)
-    shown, refused = _shown(weights, numeric, section, method) if isinstance(numeric, Numeric) else (weights, {})
-    tensors = take(Words(section, method, refused), shown, dtype)
+    shown, refused, shifted = weights, dict[str, str](), set[str]()
+    if isinstance(numeric, Numeric):
+        shown, refused, shifted = _shown(weights, numeric, section, method)
+    tensors = take(Words(section, method, refused, frozenset(shifted)), shown, dtype)
     across = {
         module: dataclasses.replace(stored, spec=dataclasses.replace(stored.spec, across=True))
         for module, stored in tensors.stored.items()
@@ -105,12 +111,16 @@ def _form(section: Mapping[str, Any]) -> str:
 
 def _shown(
     weights: Weights, numeric: Numeric, section: Mapping[str, Any], method: str
-) -> tuple[Weights, dict[str, str]]:
-    """The weights with words and scales as [out, in], and the modules that cannot be."""
+) -> tuple[Weights, dict[str, str], set[str]]:
+    """The weights with words and scales as [out, in], the modules that cannot be, and those with zero points."""
+    from bridge.quant.codec.packing import zero_word  # opening a checkpoint without words loads no kernel
+
     specs, holder = dict(weights.specs), dict(weights.holder)
     refused: dict[str, str] = {}
+    shifted: set[str] = set()
     packed = "awq" if method == "awq" else "int32"
-    turned = lru_cache(maxsize=HELD)(partial(_turn, weights, numeric.dtype, packed))
+    added = 0 if packed == "awq" else FORMS[_form(section)]
+    turned = lru_cache(maxsize=HELD)(partial(_turn, weights, numeric.dtype, packed, added))
     for name in [name for name in specs if name.endswith(".qweight")]:
         module = name.removesuffix(".qweight")
         own = {suffix: weights.specs.get(f"{module}.{suffix}") for suffix in SUFFIXES}
@@ -123,7 +133,12 @@ def _shown(
             shape = _by_row(before.shape, numeric, packed) if suffix == "qweight" else before.shape[::-1]
             spec = dataclasses.replace(before, shape=shape, across=True)
             specs[before.name], holder[before.name] = spec, Turned(weights.holder[before.name], turned)
-    return dataclasses.replace(weights, specs=specs, holder=holder), refused
+        zeros, scale = own["qzeros"], own["scales"]
+        if zeros and scale and (weights.read(zeros.name) != zero_word(numeric.dtype, added)).any():
+            shifted.add(module)
+            specs[zeros.name] = dataclasses.replace(zeros, shape=scale.shape[::-1], dtype="int8", across=True)
+            holder[zeros.name] = Turned(weights.holder[zeros.name], turned)
+    return dataclasses.replace(weights, specs=specs, holder=holder), refused, shifted
 
 
 def _misfit(
@@ -134,7 +149,7 @@ def _misfit(
     if codes is None or scale is None or len(codes.shape) != 2 or codes.dtype != "int32" or len(scale.shape) != 2:
         return "qweight must be int32 [.., ..], and scales a matrix beside it"
     in_ = codes.shape[0] * (1 if packed == "awq" else IN_INT32[numeric.dtype])
-    if zeros is not None and (why := _zeros(zeros, numeric, section, packed, weights)):
+    if zeros is not None and (why := _zeros(zeros, scale, numeric, section, packed, weights)):
         return why
     if zeros is None and packed != "awq" and not section.get("sym", True):
         return "sym is false in quantization_config, but its zero points (qzeros) are missing"
@@ -154,14 +169,19 @@ def _misfit(
     return ""
 
 
-def _zeros(zeros: TensorSpec, numeric: Numeric, section: Mapping[str, Any], packed: str, weights: Weights) -> str:
-    """Why the zero points of a module are not those of symmetric codes; "" if they are."""
+def _zeros(
+    zeros: TensorSpec, scale: TensorSpec, numeric: Numeric, section: Mapping[str, Any], packed: str, weights: Weights
+) -> str:
+    """Why the zero points of a module cannot be read; "" if they can."""
     from bridge.quant.codec.packing import zero_word
 
     if zeros.dtype != "int32":
         return f"qzeros must be int32, but is {zeros.dtype}"
     stored, form = weights.read(zeros.name), _form(section)
     added = 0 if packed == "awq" else FORMS[form]
+    count = IN_INT32[numeric.dtype]
+    if zeros.shape != (scale.shape[0], -(-scale.shape[1] // count)):
+        return f"qzeros has shape {zeros.shape}, but its scales have {scale.shape}, {count} of them to a word"
     if (stored == zero_word(numeric.dtype, added)).all():
         return ""
     other = next((name for name in FORMS if (stored == zero_word(numeric.dtype, FORMS[name])).all()), "")
@@ -170,7 +190,7 @@ def _zeros(zeros: TensorSpec, numeric: Numeric, section: Mapping[str, Any], pack
             f"its zero points (qzeros) are the middle of the range in checkpoint_format {other!r}, not in {form!r}, "
             f"which quantization_config names; if {other!r} is right, write it there"
         )
-    return Unread(f"asymmetric: its zero points (qzeros) are not the middle of the range, and {REMEDY}")
+    return ""
 
 
 def _by_row(shape: tuple[int, ...], numeric: Numeric, packed: str) -> tuple[int, int]:
@@ -179,9 +199,11 @@ def _by_row(shape: tuple[int, ...], numeric: Numeric, packed: str) -> tuple[int,
     return (shape[1] * count, -(-shape[0] // count)) if packed == "awq" else (shape[1], shape[0])
 
 
-def _turn(weights: Weights, dtype: str, packed: str, name: str) -> Array:
+def _turn(weights: Weights, dtype: str, packed: str, added: int, name: str) -> Array:
     from bridge.quant.codec.arrays import transposed
-    from bridge.quant.codec.packing import words_by_row
+    from bridge.quant.codec.packing import words_by_row, zero_points
 
     stored = np.ascontiguousarray(weights.read(name))
+    if name.endswith(".qzeros"):
+        return zero_points(stored, dtype, packed, added)
     return words_by_row(stored, dtype, packed) if name.endswith(".qweight") else transposed(stored)

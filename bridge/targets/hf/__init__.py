@@ -45,6 +45,7 @@ SERVERS = {
     "transformers": (f'python -c "{GENERATE}" {{out}}', ""),
 }
 DEFAULT_FORMAT, COMPRESSED = "modelopt", "compressed-tensors"
+ZERO_POINTS = (COMPRESSED, "awq")  # what vLLM has kernels for: Marlin's uint4 with a zero point while it runs
 _ANY = Site("", "", "out_in")
 UNTIED = "the head is quantized and no longer tied to the embedding: config.json has tie_word_embeddings false"
 NO_CLASS = (
@@ -86,6 +87,7 @@ class Hf(StreamedTarget):
     metadata: Mapping[str, str] = {"format": "pt"}
     Options = HfOptions
     roundings = (LLM_COMPRESSOR,)
+    zero_points = True
     loaded_by = (
         Program(
             "vLLM, SGLang, TensorRT-LLM (PyTorch backend)",
@@ -234,6 +236,8 @@ def _why_lacking(name: str, format_: Format) -> str:
     """Why checkpoints of a format of target hf do not hold a format of a weight; "" if they do."""
     if format_.rounding and name != COMPRESSED:
         return f"--format {name} has no numbers of {format_.rounding}; leave --format out, or use {COMPRESSED}"
+    if format_.weight[0].zero_points and name not in ZERO_POINTS:
+        return f"--format {name} has no zero points here; leave --format out, or use {' or '.join(ZERO_POINTS)}"
     if why := spelling(name).why_unsupported(format_):
         return why
     if format_.ordered and not spelling(name).coding(format_, _ANY, "float16", "float16").signed:

@@ -48,6 +48,8 @@ def why_unsupported(format_: Format) -> str:
         )
     if first.dtype == "int4" and entry is not None:
         return "compressed-tensors output has no INT4 weights with quantized inputs; use int4_wo"
+    if first.zero_points and (first.dtype != "int4" or len(first.block) != 1):
+        return "compressed-tensors output has zero points of INT4 in blocks; use int4_wo"
     if entry and entry.per == "block" and (entry.dtype, entry.block[-1:]) != (first.dtype, first.block[-1:]):
         return (
             f"inputs in blocks of {entry.block} do not match weights in {first.block or first.per}; use the same block "
@@ -75,6 +77,8 @@ def incompatibilities(format_: Format, site: Site, shape: tuple[int, int]) -> li
         problems.append(
             f"in = {shape[1]} does not divide into blocks of {first.block[0]}, and no runtime pads them; {keep}"
         )
+    if first.zero_points and shape[0] % 8:
+        problems.append(f"out = {shape[0]} is no multiple of 8: that many zero points share a word; {keep}")
     return problems
 
 
@@ -107,6 +111,8 @@ def parts(format_: Format, site: Site, shape: tuple[int, ...], dtype: str, folde
     scale_dtype = {MX: "uint8", NV: NV}.get(first.scale_dtype, dtype)
     scales = (1,) if first.per == "tensor" else grid(first, shape, "out_in").shape
     tensors.append(Part("scale", f"{module}.weight_scale", scales, scale_dtype))
+    if first.zero_points:
+        tensors.append(Part("zeros", f"{module}.weight_zero_point", (out // 8, scales[-1]), "int32"))
     if compression_name == "pack-quantized":
         tensors.append(Part("shape", f"{module}.weight_shape", (2,), "int64"))
     if format_.input is not None and format_.input.static:
@@ -220,9 +226,11 @@ def _arguments(numeric: Numeric) -> dict[str, Any]:
         "group_size": numeric.block[0] if numeric.block and not two_axes else None,
         "num_bits": bits,
         "strategy": blocks if numeric.per == "block" else numeric.per,
-        "symmetric": True,
+        "symmetric": not numeric.zero_points,
         "type": kind,
     }
+    if numeric.zero_points:
+        arguments["zp_dtype"] = "torch.int8"
     if two_axes:
         arguments["block_structure"] = list(numeric.block)
     if numeric.scale_dtype != "float32":

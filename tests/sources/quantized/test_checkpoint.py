@@ -35,6 +35,7 @@ PRESETS = (
     "W8A8",
     "W8A16",
     "W4A16",
+    "W4A16_ASYM",
     "W4A8",
     "NVFP4A16",
     "NVFP4",
@@ -301,12 +302,12 @@ def test_codes_that_do_not_hold_the_weight_are_refused(tmp_path: Path) -> None:
     assert "up_proj.weight_packed: is int32 (640, 32), which does not hold a weight of (640, 512)" in message
 
 
-def test_asymmetric_weights_are_refused_in_words(tmp_path: Path) -> None:
+def test_asymmetric_weights_without_zero_points_are_refused(tmp_path: Path) -> None:
     root = compressed_oracle.compress(llama(), "W4A16", tmp_path / "model")
     config = json.loads((root / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
     (root / "config.json").write_text(json.dumps(config))
-    assert "asymmetric, as its group says, and every format here is symmetric" in refusal(root)
+    assert "mlp.up_proj.weight_zero_point: missing; model.layers.0.mlp.up_proj.weight_packed cannot" in refusal(root)
 
 
 @pytest.mark.parametrize("points", [0, 3])

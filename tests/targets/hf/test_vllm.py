@@ -86,6 +86,8 @@ CELLS = (
     Cell("int8", "compressed-tensors", reference="modelopt", tolerance=BOUNDS),
     Cell("int8_sq", "compressed-tensors", reference="modelopt", tolerance=BOUNDS),
     *(Cell(scheme, format_) for scheme in ("int4_wo", "int4_awq") for format_ in ("awq", "gptq")),
+    Cell("int4_wo", "awq", options=(("zero_points", True),)),
+    Cell("int4_wo", "compressed-tensors", options=(("zero_points", True),)),
     Cell("int8_wo", "gptq"),
     Cell("fp8_block", "deepseek"),
     *(

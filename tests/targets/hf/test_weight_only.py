@@ -130,13 +130,77 @@ def test_configs_have_the_fields_that_loaders_read(tmp_path: Path) -> None:
         assert all(key in section for key in needed)
 
 
-def test_zero_points_that_are_not_the_middle_are_refused(tmp_path: Path) -> None:
-    out = converted(tmp_path, "awq", "int4_wo")
+@pytest.mark.parametrize(("form", "quant"), WRITTEN[:3])
+def test_zero_points_that_are_not_the_middle_are_subtracted(tmp_path: Path, form: str, quant: str) -> None:
+    out, module = converted(tmp_path, form, quant), "model.layers.1.mlp.up_proj"
     state = load_file(out / "model.safetensors")
-    state["model.layers.1.mlp.up_proj.qzeros"][0, 0] += 1
+    zeros, random = state[f"{module}.qzeros"], torch.Generator().manual_seed(3)
+    bits = 8 if quant == "int8_wo" else 4
+    words = torch.randint(0, 14, (*zeros.shape, 32 // bits), generator=random)  # GPTQ: 15 and one more is 16
+    state[f"{module}.qzeros"] = (words << torch.arange(0, 32, bits)).sum(-1).int()
     save_file(state, out / "model.safetensors", {"format": "pt"})
-    with pytest.raises(BridgeError, match="up_proj: asymmetric: its zero points"):
-        open_source(out)
+    theirs = awq_values(state, module) if form == "awq" else gptq_values(state, module, bits)
+    source = open_source(out)
+    ours = to_float32(np.ascontiguousarray(source.read(f"{module}.weight")), "bfloat16")
+    assert torch.equal(theirs.bfloat16().float(), torch.from_numpy(ours))
+    with pytest.raises(BridgeError, match=r"up_proj: .*zero points"):
+        bridge.plan(out, "hf")
+    assert bridge.plan(out, "hf", "none").quantized == () and bridge.plan(out, "hf", "int8_wo").quantized
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_zero_points_of_awq_are_in_words_as_its_kernel_reads_them(tmp_path: Path, dtype: str) -> None:
+    out = converted(tmp_path, "awq", "int4_wo", dtype, zero_points=True, group=32, verify=True)
+    state, source = load_file(out / "model.safetensors"), open_source(out)
+    plain = load_file(tmp_path / "source" / "model.safetensors")
+    for module in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
+        theirs = awq_values(state, module)
+        ours = to_float32(np.ascontiguousarray(source.read(f"{module}.weight")), dtype)
+        assert torch.equal(theirs.to(getattr(torch, dtype)).float(), torch.from_numpy(ours))
+        assert len(state[f"{module}.qzeros"].unique()) > 8
+        blocks = plain[f"{module}.weight"].float().unflatten(1, (-1, 32))
+        step = (blocks.amax(-1).clamp(min=0) - blocks.amin(-1).clamp(max=0)) / 15
+        error = (theirs.unflatten(1, (-1, 32)) - blocks).abs().amax(-1)
+        # half a step, and half of one more for a zero point that is rounded; scales have 8 bits in bfloat16
+        assert (error <= step * (1 + 15 / 256)).all() and error.sum() < 0.7 * step.sum()
+
+
+def test_a_changed_zero_point_is_found(tmp_path: Path) -> None:
+    for form, name in (("awq", "qzeros"), ("compressed-tensors", "weight_zero_point")):
+        out = converted(tmp_path / form, form, "int4_wo", zero_points=True)
+        assert bridge.verify(out, against=tmp_path / form / "source").passed
+        state = load_file(out / "model.safetensors")
+        state[f"model.layers.1.mlp.up_proj.{name}"][0, 0] ^= 1
+        save_file(state, out / "model.safetensors", {"format": "pt"})
+        report = bridge.verify(out, against=tmp_path / form / "source")
+        assert [row for row in report.parity.tensors if not row.passed and "1.mlp.up_proj" in row.name], form
+
+
+@pytest.mark.parametrize(
+    ("quant", "target", "options", "words"),
+    [
+        ("int4_wo", "trt", {}, "target trt has no place for the zero points of its blocks"),
+        ("int4_wo", "gguf", {}, "target gguf has no place for the zero points of its blocks"),
+        ("int4_wo", "hf", {"format": "gptq"}, "--format gptq has no zero points here"),
+        ("int4_wo", "hf", {"format": "modelopt"}, "--format modelopt has no zero points here"),
+        ("fp8", "hf", {}, r"zero_points=True \(--zero-points\): scheme fp8 has no INT4 weights in blocks"),
+        ("int4:gptq", "hf", {}, "scheme int4:gptq has no INT4 weights in blocks whose scales follow"),
+        (None, "hf", {}, "zero_points=True needs a scheme too"),
+    ],
+)
+def test_zero_points_where_nothing_takes_them_are_one_error(
+    tmp_path: Path, quant: str | None, target: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BridgeError, match=words):
+        bridge.plan("examples/models/tiny-llama", target, quant, zero_points=True, **options)
+
+
+def test_zero_points_are_an_option_that_vllm_takes() -> None:
+    plan = bridge.plan("examples/models/tiny-llama", "vllm", "int4_wo", zero_points=True)
+    assert (plan.program, plan.options["format"]) == ("vllm", "compressed-tensors")
+    assert {step.format.weight[0].zero_points for step in plan.quantized if step.format} == {True}
+    with pytest.raises(BridgeError, match="loads no weights in int4 per block of 128, zero points"):
+        bridge.plan("examples/models/tiny-llama", "edgellm", "int4_wo", zero_points=True)
 
 
 def edited(out: Path, section: dict[str, Any], **tensors: Any) -> dict[str, Any]:
@@ -177,7 +241,7 @@ def test_zero_points_of_gptq_v2_are_stored_without_an_offset(tmp_path: Path, qua
         ({"desc_act": True}, {"g_idx": None}, "its columns may be permuted"),
         ({"sym": False}, {"qzeros": None}, "sym is false in quantization_config, but its zero points"),
         ({}, {"qzeros": torch.zeros(3, 32)}, "qzeros must be int32, but is float32"),
-        ({}, {"qzeros": torch.zeros(3, 32).int()}, "asymmetric: its zero points"),
+        ({}, {"qzeros": torch.zeros(3, 32).int()}, r"qzeros has shape \(3, 32\), but its scales have \(3, 128\)"),
         ({"checkpoint_format": "marlin"}, {}, "checkpoint_format 'marlin' is not supported; known: gptq, gptq_v2"),
     ],
 )
