@@ -59,7 +59,8 @@ SIGNATURES = {
         "sequence=None, field=None, memory=None, partial=None, progress=None, compute=None, workers=None"
     ),
     "verify": "out, against, *, data=None, tokenizer=None, base=None, progress=None",
-    "run": "out, text, *, tokens=64, chat=False, temperature=0.0, seed=0, image=None, audio=None, stream=None",
+    "run": "out, text, *, tokens=64, chat=False, system=None, beside=None, temperature=0.0, seed=0, image=None, "
+    "audio=None, stream=None",
     "check": "",
     "repair": "directory, out, *, overwrite=False, resume=True, progress=None",
     "sensitivity": (
