@@ -340,8 +340,8 @@ def test_an_output_and_its_source_answer_side_by_side(output: Path) -> None:
     said = json.loads(both.stdout)
     assert said["ids"] == said["beside"]["ids"] == theirs(source(), 12)
     shown = CliRunner().invoke(app, ["run", str(output), TEXT, "--tokens", "4", "--with", str(MODEL)])
-    assert "output" not in shown.stderr and max(map(len, shown.stdout.splitlines())) <= 160
-    assert len([line for line in shown.stdout.splitlines() if line.count("tokens/s") == 2]) == 1
+    assert max(map(len, shown.stdout.splitlines())) <= 160
+    assert shown.stdout.count("4 tokens, ") == 2
 
 
 @pytest.mark.slow
