@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import bridge
+from bridge.cli.flags import FLAGS
 from bridge.cli.terminal import BELOW, Exit, Terminal
 from bridge.cli.verb import EXITS, Words, shared, verb
 from bridge.core.addresses import is_remote
@@ -242,25 +243,38 @@ def _is_chain(words: Words) -> bool:
 
 @verb(
     'qbridge run llama-fp8 "The capital of France is"',
-    "out text tokens chat temperature seed image audio overwrite resume json debug",
+    "out text tokens chat system beside temperature seed image audio overwrite resume json debug",
     silent=lambda words: _is_chain(words) and shared(words),
 )
 def run(terminal: Terminal, out: str, text: str | None, overwrite: bool, resume: bool, **given: Any) -> None:
-    """Continue a text with a written model, or run a chain.
+    """Continue a text with a written model or a checkpoint, talk with it, or run a chain.
 
     The last line has the tokens per second, and with what the model ran.
     """
     if out.endswith(".toml"):
         if text is not None:
             raise UsageError(f"{out} is a chain of steps, which takes no text")
-        for name, what in (("image", "images"), ("audio", "sounds")):
+        for name in ("image", "audio", "chat", "system", "beside"):
             if given[name]:
-                raise UsageError(f"{out} is a chain of steps, which takes no {what}; leave out --{name}")
+                flag = FLAGS[name].names or f"--{name}"
+                raise UsageError(f"{out} is a chain of steps, which takes no {flag}; leave it out")
         chain = bridge.chain(out, overwrite=overwrite, resume=resume, progress=terminal.progress)
         terminal.finish(chain, "\n".join(chain.lines()))
         return
+    if text is None and given["chat"] and not terminal.json:
+        from bridge.cli.conversation import talk
+
+        return talk(terminal, out, **given)
     if text is None and not given["image"] and not given["audio"]:
         raise UsageError(f'give the text that {out} continues: qbridge run {out} "The capital of France is"')
     terminal.progress(0, 0, "load")
-    result = bridge.run(out, text or "", **given, stream=None if terminal.json else terminal.write)
-    terminal.print(result.to_json() if terminal.json else f"\n{result}")
+    alone = not terminal.json and given["beside"] is None
+    result = bridge.run(out, text or "", **given, stream=terminal.write if alone else None)
+    if terminal.json:
+        terminal.print(result.to_json())
+    elif result.beside is None:
+        terminal.print(f"\n{result}")
+    else:
+        from bridge.cli.conversation import columns
+
+        terminal.print(columns({out: result, given["beside"]: result.beside}))

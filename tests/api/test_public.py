@@ -61,7 +61,8 @@ SIGNATURES = {
         "compute=None, workers=None"
     ),
     "verify": "out, against, *, data=None, tokenizer=None, base=None, progress=None",
-    "run": "out, text, *, tokens=64, chat=False, temperature=0.0, seed=0, image=None, audio=None, stream=None",
+    "run": "out, text, *, tokens=64, chat=False, system=None, beside=None, temperature=0.0, seed=0, image=None, "
+    "audio=None, stream=None",
     "check": "",
     "repair": "directory, out, *, overwrite=False, resume=True, progress=None",
     "sensitivity": (

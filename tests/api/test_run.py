@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 
 import bridge
-from bridge.api.run import Generation
+from bridge.api.generation import Generation
 from bridge.cli.main import app
 from bridge.core.errors import CannotRun, SourceError, UsageError, VerifyError
 from bridge.targets.generation import Chooser, Settings
@@ -300,7 +300,7 @@ def test_a_graph_that_was_cut_off_is_refused(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_not_an_output_is_refused(tmp_path: Path) -> None:
     with pytest.raises(VerifyError, match="bridge did not write this model"):
-        bridge.run(MODEL, TEXT)
+        bridge.run(tmp_path, TEXT)
     with pytest.raises(VerifyError, match="no such directory"):
         bridge.run(tmp_path / "nowhere", TEXT)
 
@@ -328,5 +328,44 @@ def test_the_command_streams_text_then_one_line(output: Path) -> None:
     assert said == result.text and last.startswith("8 tokens, ") and last.endswith("its weights in transformers")
     as_json = CliRunner().invoke(app, ["run", str(output), TEXT, "--tokens", "8", "--json"])
     assert tuple(json.loads(as_json.stdout)["ids"]) == result.ids
-    wrong = CliRunner().invoke(app, ["run", str(MODEL), TEXT])
+    wrong = CliRunner().invoke(app, ["run", str(ROOT / "examples"), TEXT])
     assert wrong.exit_code == 1 and "bridge did not write this model" in wrong.stderr
+
+
+@pytest.mark.slow
+def test_an_output_and_its_source_answer_side_by_side(output: Path) -> None:
+    """The source is read as it is: transformers' own greedy tokens."""
+    both = CliRunner().invoke(app, ["run", str(output), TEXT, "--tokens", "12", "--with", str(MODEL), "--json"])
+    assert both.exit_code == 0, both.output
+    said = json.loads(both.stdout)
+    assert said["ids"] == said["beside"]["ids"] == theirs(source(), 12)
+    shown = CliRunner().invoke(app, ["run", str(output), TEXT, "--tokens", "4", "--with", str(MODEL)])
+    assert max(map(len, shown.stdout.splitlines())) <= 160
+    assert shown.stdout.count("4 tokens, ") == 2
+
+
+@pytest.mark.slow
+def test_a_conversation_has_all_that_was_said_before(output: Path) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
+    (output / "chat_template.jinja").write_text(template)
+    words = ["run", str(output), "--chat", "--system", "Brief.", "--tokens", "5"]
+    talked = CliRunner().invoke(app, words, input="one\ntwo\n\nthree\n")
+    assert talked.exit_code == 0, talked.output
+    first = bridge.run(output, "<system>Brief.<user>one:", tokens=5)
+    assert bridge.run(output, "one", chat=True, system="Brief.", tokens=5).ids == first.ids
+    second = bridge.run(output, f"<system>Brief.<user>one<assistant>{first.text}<user>two:", tokens=5)
+    assert talked.stdout == f"{first.text}\n{second.text}\n"
+
+
+@pytest.mark.parametrize(
+    "words,why",
+    [
+        (["--system", "Brief.", "text"], "is said in a chat; add --chat"),
+        (["--chat", "--with", "other"], "a conversation is with one model"),
+        (["--chat", "--image", "a.png"], "a conversation is of texts; give a text, or leave out --image"),
+        (["--chat", "--json"], "give the text that"),
+    ],
+)
+def test_what_a_conversation_cannot_have_is_refused(words: list[str], why: str) -> None:
+    refused = CliRunner().invoke(app, ["run", str(MODEL), *words])
+    assert refused.exit_code == 2 and why in refused.stderr

@@ -186,7 +186,7 @@ class Hf(StreamedTarget):
     def generator(self, directory: Path) -> Generator:
         from bridge.targets.hf import runtime
 
-        return runtime.Generator(directory)
+        return runtime.Generator.of_output(directory)
 
     def next_command(self, plan: Plan) -> str:
         """The command of a program that loads it, for a language model."""

@@ -24,6 +24,7 @@ from bridge.planning.plan import Layout, Output, Plan, Step
 from bridge.quant.codec.decode import decode
 from bridge.sources.config_json import read_json
 from bridge.sources.configs.diffusion import is_diffusion, with_architecture
+from bridge.sources.source import Source
 from bridge.streaming.experts import decode_experts
 from bridge.streaming.written import OutputReader
 from bridge.targets.generation import READS, TRANSCRIBES, Settings, from_thread
@@ -136,16 +137,29 @@ class Runtime:
 class Generator:
     """See `bridge.targets.generation.Generator`."""
 
-    def __init__(self, directory: Path) -> None:
-        runtime = Runtime(directory)
-        self.runs = "its weights, dequantized, in transformers" if runtime.substitute else "its weights in transformers"
-        self._model = runtime.model
+    def __init__(self, model: Any, directory: Path, decoded: bool = False) -> None:
+        self.runs = "its weights, dequantized, in transformers" if decoded else "its weights in transformers"
+        self._model = model
         if type(self._model).__name__ in classes_of(TRANSCRIBES) and (directory / GENERATION).is_file():
             from transformers import GenerationConfig
 
             # names the languages, and what is never written
             self._model.generation_config = GenerationConfig.from_pretrained(directory)
         self._seen: dict[str, Any] = {}
+
+    @classmethod
+    def of_output(cls, directory: Path) -> Generator:
+        """Load a checkpoint that this target wrote."""
+        runtime = Runtime(directory)
+        return cls(runtime.model, directory, bool(runtime.substitute))
+
+    @classmethod
+    def of_source(cls, source: Source, directory: Path) -> Generator:
+        """Load a checkpoint that is a source."""
+        try:
+            return cls(source.load_model(), directory)
+        except ImportError as error:
+            raise CannotRun(f"running a checkpoint needs torch and transformers: {error}") from error
 
     def look(self, inputs: Mapping[str, np.ndarray]) -> None:
         """See `bridge.targets.generation.Seeing`."""

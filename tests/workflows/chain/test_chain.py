@@ -138,7 +138,7 @@ def test_the_command_refuses_what_a_chain_does_not_read(tmp_path: Path) -> None:
     path = str(written(tmp_path, CHAIN))
     assert "takes no text" in run("run", path, "hello").stderr
     refused = run("run", path, "--image", "cat.png")
-    assert refused.exit_code == 2 and "takes no images; leave out --image" in refused.stderr
+    assert refused.exit_code == 2 and "takes no --image; leave it out" in refused.stderr
 
 
 def test_a_file_that_is_no_chain_is_refused(tmp_path: Path) -> None:
