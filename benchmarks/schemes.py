@@ -205,7 +205,7 @@ def _is_float(spec: TensorSpec) -> bool:
 def measure(bench: Bench, name: str) -> Cost:
     """Calibrate, convert, read back and run one scheme."""
     scheme = load_scheme(name)
-    target = "gguf" if name.startswith("q") else "hf"  # llama.cpp's names of its blocks
+    target = "gguf" if name.startswith(("q", "iq")) else "hf"  # llama.cpp's names of its blocks
     options = {"format": "compressed-tensors"} if ":" in name else {}  # scales of either sign
     try:
         plan = bridge.plan(bench.path, target, name, **options)

@@ -60,18 +60,26 @@ _TABLE = (
 _BLOCKS = (
     #      name     bits  safetensors  onnx  storage  floating  block  size
     DType("q8_0",    8,    "",          0,    "uint8", False,    32,    34),
-    DType("q4_0",    4,    "",          0,    "uint8", False,    32,    18),
     DType("mxfp4",   4,    "",          0,    "uint8", False,    32,    17),
     DType("nvfp4",   4,    "",          0,    "uint8", False,    64,    36),
+    DType("q4_0",    4,    "",          0,    "uint8", False,    32,    18),
+    DType("q4_1",    4,    "",          0,    "uint8", False,    32,    20),
+    DType("q5_0",    5,    "",          0,    "uint8", False,    32,    22),
+    DType("q5_1",    5,    "",          0,    "uint8", False,    32,    24),
+    DType("iq4_nl",  4,    "",          0,    "uint8", False,    32,    18),
+    DType("q2_k",    2,    "",          0,    "uint8", False,    256,   84),
+    DType("q3_k",    3,    "",          0,    "uint8", False,    256,   110),
     DType("q4_k",    4,    "",          0,    "uint8", False,    256,   144),
     DType("q5_k",    5,    "",          0,    "uint8", False,    256,   176),
     DType("q6_k",    6,    "",          0,    "uint8", False,    256,   210),
+    DType("iq4_xs",  4,    "",          0,    "uint8", False,    256,   136),
 )  # fmt: skip
 
 DTYPES = {d.name: d for d in (*_TABLE, *_BLOCKS)}
 BLOCKS = tuple(d.name for d in _BLOCKS)
-K_QUANTS = ("q4_k", "q5_k", "q6_k")
-SEARCHED = ("q4_0", *K_QUANTS)  # numerics whose codes and scales llama.cpp's own quantizer searches together
+K_QUANTS = tuple(d.name for d in _BLOCKS if d.block == 256)  # those of llama.cpp, and IQ4_XS, whose blocks are as long
+# Numerics whose codes and scales llama.cpp's own quantizer searches together.
+SEARCHED = tuple(d.name for d in _BLOCKS if d.name not in ("q8_0", "mxfp4", "nvfp4"))
 FLOATING = tuple(d.name for d in _TABLE if d.floating)
 FLOATS = ("float32", "float16", "bfloat16")  # dtypes that models compute in
 FROM_SAFETENSORS = {d.safetensors: d.name for d in _TABLE if d.bits != 4}

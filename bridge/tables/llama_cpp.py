@@ -15,7 +15,7 @@ _KINDS: dict[str, type] = {  # of a graph's keys
     "name": str, "refused": str, "eps": str, "rms": bool, "activation": str, "activations": list, "biases": list,
     "rotary": bool, "theta": float, "local_theta": float, "rotary_share": float, "scalings": list, "every": int,
     "window": bool, "root_layers": int, "softcaps": dict, "original_context": bool, "gating": str, "counts": dict,
-    "numbers": dict, "switches": dict, "refuse": dict, "second_scale": bool,
+    "numbers": dict, "switches": dict, "refuse": dict, "second_scale": bool, "seventy": str,
 }  # fmt: skip
 
 
@@ -45,6 +45,7 @@ class Graph:
     numbers: Mapping[str, Formula] = field(default_factory=dict)  # float32
     switches: Mapping[str, Formula] = field(default_factory=dict)  # bool
     refuse: tuple[tuple[Formula, str], ...] = ()  # conditions on dims and config fields, each with the problem
+    seventy: Formula | None = None  # whether llama.cpp calls it a 70B model, whose file types differ
     second_scale: bool = False  # whether it multiplies by NVFP4's scale of the tensor; others load it and leave it out
 
 
@@ -67,6 +68,8 @@ def _graph(file: TableFile, section: str, row: Mapping[str, Any]) -> Graph:
         if type(value) is not _KINDS[key]:
             raise file.place(section, key).error(f"`{key}` is a {_KINDS[key].__name__}, not {value!r}")
         given[key] = tuple(value) if isinstance(value, list) else value
+    if "seventy" in given:
+        given["seventy"] = parse_formula(given["seventy"], file.place(section, "seventy"))
     for key in ("counts", "numbers", "switches"):
         texts = file.texts(f"{section}.{key}")
         given[key] = {name: parse_formula(text, file.place(f"{section}.{key}", name)) for name, text in texts.items()}

@@ -136,5 +136,5 @@ def test_only_codes_that_llama_cpp_searches_take_an_importance(numeric: str, tmp
     scheme = tmp_path / "own.toml"
     gates = "".join(f"[parity.{kind}]\ncosine = 0.9\nnorm = [0.9, 1.1]\n" for kind in ("tensor", "output"))
     scheme.write_text(f'summary = "x"\nalgorithm = "imatrix"\n[[weight]]\n{numeric}\n{gates}')
-    with pytest.raises(SchemeError, match="algorithm 'imatrix' chooses codes of q4_0, q4_k, q5_k, q6_k,"):
+    with pytest.raises(SchemeError, match="algorithm 'imatrix' chooses codes of q4_0, q4_1, q5_0, q5_1,"):
         read_scheme(scheme)

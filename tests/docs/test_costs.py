@@ -37,6 +37,8 @@ def test_measured_bits_are_the_nominal_ones_and_those_of_scales_above_blocks() -
     for name, rows in read_costs().items():
         if name == PLAIN or load_scheme(name).only or name in ("q4_0", "q8_0"):  # GGUF has their scales in 16 bits
             continue
+        if load_scheme(name).file_type:  # several types
+            continue
         for model, cost in rows.items():
             # a float32 scale for a channel of 128 values takes 0.25 bits, and so does its pre-scale
             assert cost.why or 0 <= cost.bits - nominal_bits(load_scheme(name)) < 0.5, (name, model)

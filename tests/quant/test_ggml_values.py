@@ -6,15 +6,13 @@ import gguf
 import numpy as np
 import pytest
 
-from bridge.core.formats.gguf import READ_ONLY, TYPES, block_of
+from bridge.core.formats.gguf import TYPES, block_of
 from bridge.quant.codec.ggml_values import KINDS, values
-
-NUMBERS = TYPES | {name: row[0] for name, row in READ_ONLY.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_gguf_pys_to_the_bit(kind: str) -> None:
-    number = gguf.GGMLQuantizationType(NUMBERS[kind])
+    number = gguf.GGMLQuantizationType(TYPES[kind])
     assert gguf.GGML_QUANT_SIZES[number] == block_of(kind)
     rng = np.random.default_rng(5)
     blocks = rng.integers(0, 256, (4096, block_of(kind)[1]), dtype=np.uint8)

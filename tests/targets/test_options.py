@@ -21,6 +21,7 @@ SPLIT = 'base = "fp8"\n[[rule]]\nmodules = ["*.q_proj"]\nquant = "none"\n'
 GIVEN: dict[tuple[str, str], tuple[Any, str | None]] = {
     ("gguf", "dtype"): ("fp16", None),
     ("gguf", "vocabulary"): ("quantize", "q8_0"),
+    ("ort", "vocabulary"): ("quantize", "int4_wo"),
     ("hf", "format"): ("compressed-tensors", "int8_wo"),
     ("hf", "shard_size"): ("1MB", None),
     ("hf", "allow_split"): (True, "split.toml"),

@@ -33,15 +33,11 @@ COMPUTED = ("rope_freqs.weight",)
 
 # dtype -> ggml's number of it
 TYPES = {
-    "float32": 0, "float16": 1, "q4_0": 2, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14, "int8": 24, "int16": 25,
-    "int32": 26, "int64": 27, "float64": 28, "bfloat16": 30, "mxfp4": 39, "nvfp4": 40,
+    "float32": 0, "float16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q2_k": 10, "q3_k": 11,
+    "q4_k": 12, "q5_k": 13, "q6_k": 14, "iq4_nl": 20, "iq4_xs": 23, "int8": 24, "int16": 25, "int32": 26, "int64": 27,
+    "float64": 28, "bfloat16": 30, "mxfp4": 39, "nvfp4": 40,
 }  # fmt: skip
-# Block types that are only read -> number, values of a block, bytes of a block.
-READ_ONLY = {
-    "q4_1": (3, 32, 20), "q5_0": (6, 32, 22), "q5_1": (7, 32, 24), "q2_k": (10, 256, 84), "q3_k": (11, 256, 110),
-    "iq4_nl": (20, 32, 18), "iq4_xs": (23, 256, 136),
-}  # fmt: skip
-_NAMES = {number: name for name, number in TYPES.items()} | {row[0]: name for name, row in READ_ONLY.items()}
+_NAMES = {number: name for name, number in TYPES.items()}
 # Types that ggml has and nobody reads here.
 _OTHERS = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
@@ -74,8 +70,6 @@ def block_of(kind: str) -> tuple[int, int]:
     >>> block_of("q4_1"), block_of("bfloat16")
     ((32, 20), (1, 2))
     """
-    if kind in READ_ONLY:
-        return READ_ONLY[kind][1:]
     dtype = DTYPES[kind]
     return dtype.block, dtype.nbytes(dtype.block)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bridge._kernels.ggml import eights, fours, join_bytes, join_nibbles, split_bytes, split_nibbles
-from bridge.core.dtypes import BLOCKS, DTYPES, K_QUANTS
+from bridge.core.dtypes import BLOCKS, DTYPES, SEARCHED
 from bridge.core.errors import SourceError
 from bridge.core.values import Numeric
 from bridge.quant.codec.arrays import Array, cast
@@ -44,7 +44,7 @@ TYPES = {
     "mxfp4": BlockType("float4_e2m1fn", 32, "float8_e8m0fnu"),
     "nvfp4": BlockType("float4_e2m1fn", 16, "float8_e4m3fn"),
 }
-assert (*TYPES, *K_QUANTS) == BLOCKS
+assert {*TYPES, *SEARCHED} == {*BLOCKS}
 
 
 def own_rounding(numeric: Numeric, packed: str) -> bool:

@@ -1,4 +1,4 @@
-"""Blocks whose codes and scales llama.cpp's quantizer searches together: K-quants, Q4_0.
+"""Blocks whose codes and scales llama.cpp's quantizer chooses together.
 
 gguf-py reads the same values from the blocks: tests/targets/gguf/test_kquants.py.
 """
@@ -19,7 +19,11 @@ from bridge.quant.codec.packing import Take, fresh
 _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 LEAST = np.float32(2.0**-40)  # its square times the fourth power of a weight of 0.01 is a normal float32
 # Bytes of a block that are float16 scales (ggml-common.h).
-_HALVES = {"q4_0": slice(0, 2), "q4_k": slice(0, 4), "q5_k": slice(0, 4), "q6_k": slice(208, 210)}
+_HALVES = {
+    "q4_0": slice(0, 2), "q4_1": slice(0, 4), "q5_0": slice(0, 2), "q5_1": slice(0, 4), "iq4_nl": slice(0, 2),
+    "q2_k": slice(80, 84), "q3_k": slice(108, 110), "q4_k": slice(0, 4), "q5_k": slice(0, 4), "q6_k": slice(208, 210),
+    "iq4_xs": slice(0, 2),
+}  # fmt: skip
 
 
 def quantized(

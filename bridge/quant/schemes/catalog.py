@@ -34,9 +34,10 @@ from bridge.quant.schemes.scheme import Scheme
 # clips the scale above the blocks alone, and an input's amax would be that of the last batch.
 CLIPPED = ("int4", "block", "", 1)
 RULE = ":"  # between a layout and a rule
+IMPORTANCE = "imatrix"  # the rule that every file type of llama.cpp has
 KEYS = {
     "summary", "aliases", "algorithm", "needs_cuda", "rounding",
-    "weight", "input", "options", "parity", "policy", "only",
+    "weight", "input", "options", "parity", "policy", "only", "file_type",
 }  # fmt: skip
 
 
@@ -123,12 +124,21 @@ def elsewhere(word: str) -> str:
 def _by_rule(name: str, layout: str, rule: str) -> Scheme:
     """The scheme of a layout and a rule; UsageError if there is none."""
     path = find_table_file("rules", layout)
+    file = find_table_file("schemes", layout)
+    if rule == IMPORTANCE and file and read_scheme(file).file_type:
+        return _weighted(read_scheme(file))
     if path is None:
         known = [file.stem for file in table_files("rules")]
         raise UsageError(f"quant={name!r}: {layout!r} is no layout that has rules; {nearest(layout, known)}")
     if rule not in rules_of(path):
         raise UsageError(f"quant={name!r}: {layout} has no rule {rule!r}; {nearest(rule, rules_of(path))}")
     return read_rule(path, rule)
+
+
+def _weighted(scheme: Scheme) -> Scheme:
+    """A file type of llama.cpp, with an importance matrix."""
+    summary = scheme.summary.replace(", activations", ", weighed by an importance matrix, activations")
+    return replace(scheme, name=f"{scheme.name}{RULE}{IMPORTANCE}", summary=summary, algorithm=IMPORTANCE)
 
 
 def read_rule(path: Path, rule: str) -> Scheme:
@@ -183,6 +193,7 @@ def _scheme(name: str, words: dict[str, Any], where: str) -> Scheme:
         policies=parse_policies(words.get("policy", {}), where),
         needs_cuda=str(words.get("needs_cuda", "")),
         only=parse_only(words.get("only", []), where),
+        file_type=str(words.get("file_type", "")),
         origin=where,
         rounding=parse_rounding(words, where),
     )

@@ -165,6 +165,11 @@ def _rule(words: Any, label: str, where: str, problems: Problems) -> tuple[Rule,
         problems.add(f"{at}: override = {words['override']!r}; expected true or false")
     scheme = take(_quant, words.get("quant"), at)
     scheme = scheme and take(_grouped, scheme, words, at)
+    if scheme and scheme.file_type and scheme.file_type != scheme.weight[0].dtype:
+        problems.add(
+            f"{at}: quant = {words['quant']!r} is llama.cpp's choice of a type for each tensor of a file, which is a "
+            f"base; a rule names one type, such as q6_k or q5_0"
+        )
     layers = _until_enough(take(_list, words, "layers", at) or (), f"{at}: layers", problems)
     rule = Rule(
         label=label,

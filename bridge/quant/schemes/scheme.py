@@ -15,6 +15,10 @@ from bridge.core.values import BY_SIGN, Format, Numeric, Site, plain
 from bridge.quant.schemes.grammar import Gate, Gates, Policies
 from bridge.quant.schemes.layer_ranges import from_start
 
+EMBEDDINGS = (
+    "an embedding is looked up, not multiplied, and targets gguf and ort alone write its codes: vocabulary='quantize' "
+    '(--vocabulary quantize), in the bits that a rule gives a tied head (roles = ["head.weight"])'
+)
 DRAFT_ROLE = "draft."  # how the roles of draft layers begin; `draft.attn.q.weight`
 
 
@@ -71,6 +75,8 @@ class Rule:
         roles = sorted({role for site in sites for role in site.roles})
         if self.roles and not roles:
             return "this architecture has no table, so its modules have no roles; match `modules` instead"
+        if any("embed" in name for name in (*self.roles, *self.modules)):
+            return f"matches no module: {EMBEDDINGS}"
         if self.roles:
             return f"matches no module; {nearest(self.roles[0], roles)}"
         names = fold_layers(site.module for site in sites)
@@ -85,6 +91,7 @@ class Scheme:
     `only`: globs of the modules that are quantized where no rule says otherwise; empty for all. `depth`: layers of the
     model, from which negative layers count (see `bound`). `note`: a change of a named scheme for this model.
     `rounding`: see `Format`. `sized`: its blocks were asked for, and no other size replaces them.
+    `file_type`: llama.cpp's, whose type of each tensor target gguf takes where no rule says otherwise; "" for none.
     """
 
     name: str
@@ -99,6 +106,7 @@ class Scheme:
     policies: Policies = field(default_factory=Policies)
     needs_cuda: str = ""
     only: tuple[str, ...] = ()
+    file_type: str = ""
     depth: int = 0
     origin: str = field(default="", compare=False)
     note: str = field(default="", compare=False)
@@ -145,6 +153,7 @@ class Scheme:
         """Digest of everything that a calibration depends on; the name, the gates and the texts are left out."""
         rules = tuple((r.format, r.roles, r.modules, r.layers) for r in self.rules)
         parts = plain([self.format, self.options, self.kv, rules, self.only])
+        parts += [self.file_type] if self.file_type else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def bound(self, sites: Sequence[Site]) -> Scheme:

@@ -20,9 +20,11 @@ from bridge.planning.drafts import promised, without_promise
 from bridge.planning.plan import PASSTHROUGH, Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.quant.codec.ggml_library import INSTALL, is_installed
+from bridge.quant.schemes.catalog import RULE
 from bridge.targets.checkpoint import StreamedTarget, float_dtype, option, write_checkpoint
 from bridge.targets.config_json import config_json, generation_problems
-from bridge.targets.gguf.encodings import FILE_TYPES, block_type, why_unsupported
+from bridge.targets.gguf.encodings import block_type, file_number, why_unsupported
+from bridge.targets.gguf.file_types import FILE_TYPES, file_type_of
 
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
@@ -42,7 +44,9 @@ class GgufOptions:
 
     dtype: str | None = option(None, "fp16, bf16, fp32 of float matrices; default: source's")
     drafts: str | None = option(None, "draft layers (MTP): keep, quantize, drop; default: keep if llama.cpp reads them")
-    vocabulary: str = option("keep", "embedding and head: keep, or quantize as llama-quantize does")
+    vocabulary: str | None = option(
+        None, "embedding and head: keep, or quantize as llama-quantize does; default: quantize in q4_k_m and its like"
+    )
 
 
 class Gguf(StreamedTarget):
@@ -79,9 +83,10 @@ class Gguf(StreamedTarget):
         name = f"llama.cpp's {graphs()[structure.architecture].name}"
         drafts = chosen_drafts(options.drafts, scheme, "" if place else f"{name} has no place for draft layers")
         dtype = float_dtype(options.dtype, specs, "that GGUF has")
-        if problem := _vocabulary_problem(options.vocabulary, scheme):
+        vocabulary = options.vocabulary or ("quantize" if scheme and scheme.file_type else "keep")
+        if problem := _vocabulary_problem(vocabulary, scheme):
             raise PlanError(problem)
-        return dataclasses.replace(options, dtype=dtype, drafts=drafts)
+        return dataclasses.replace(options, dtype=dtype, drafts=drafts, vocabulary=vocabulary)
 
     def why_unsupported(self, format_: Format, options: GgufOptions) -> str:
         return why_unsupported(format_)
@@ -184,7 +189,9 @@ class Gguf(StreamedTarget):
 
 
 def _vocabulary_problem(choice: str, scheme: Scheme | None) -> str:
-    """Why the option `vocabulary` cannot be followed; "" if it can."""
+    """Why the option `vocabulary` or a scheme's file type cannot be followed; "" if both can."""
+    if scheme and scheme.file_type and file_type_of(scheme.file_type) != scheme.file_type:
+        return f"{scheme.origin}: file_type = {scheme.file_type!r}; {nearest(scheme.file_type, FILE_TYPES)}"
     where = f"vocabulary={choice!r} (--vocabulary {choice})"
     if choice not in VOCABULARY:
         return f"{where}: use {' or '.join(VOCABULARY)}"
@@ -206,13 +213,15 @@ def _misread(name: str, tokens: Mapping[str, Any]) -> bool:
 
 
 def _file_type(plan: Plan) -> int:
-    """llama.cpp's number of the dtype of most quantized values, of most values if none are quantized."""
+    """llama.cpp's number of the file type, or of the dtype of most quantized values, of most if none are quantized."""
+    if named := file_type_of(plan.scheme.partition(RULE)[0]):
+        return file_number(named)
     sizes: Counter[str] = Counter()
     layers = [step for step in plan.quantized if not step.outputs[0].spec.name.startswith(OUTER)]
     for step in layers or plan.steps:
         kind = block_type(step.format) if step.format else step.outputs[0].spec.dtype
         sizes[kind] += step.outputs[0].spec.size
-    return FILE_TYPES[max(sizes, key=lambda kind: sizes[kind])]
+    return file_number(max(sizes, key=lambda kind: sizes[kind]))
 
 
 TARGET = Gguf()

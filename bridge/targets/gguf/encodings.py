@@ -5,14 +5,13 @@ from __future__ import annotations
 from bridge.core.dtypes import DTYPES, K_QUANTS, SEARCHED
 from bridge.core.values import Encoding, Format, Numeric
 from bridge.quant.codec.ggml_library import INSTALL, is_installed
+from bridge.quant.schemes.load import load_scheme
+from bridge.targets.gguf.file_types import FILE_TYPES
 
-# General.file_type: llama.cpp's number of what most weights are (LLAMA_FTYPE_*).
-FILE_TYPES = {
-    "float32": 0, "float16": 1, "q4_0": 2, "q8_0": 7, "q4_k": 14, "q5_k": 16, "q6_k": 18, "bfloat16": 32, "mxfp4": 38,
-    "nvfp4": 39,
-}  # fmt: skip
+# General.file_type: llama.cpp's number of what most weights are (LLAMA_FTYPE_*), beside those of `file_types`.
+NUMBERS = {"float32": 0, "float16": 1, "q3_k": 11, "q4_k": 14, "q5_k": 16, "bfloat16": 32, "mxfp4": 38, "nvfp4": 39}
 INTEGERS = ("int8", "int4")
-ALL = "q8_0 and int8_wo (Q8_0), q4_0 and int4_wo (Q4_0), mxfp4_wo (MXFP4), nvfp4_wo (NVFP4), q4_k, q5_k and q6_k"
+ALL = "q8_0, int8_wo (Q8_0), q4_0, int4_wo (Q4_0), mxfp4_wo (MXFP4), nvfp4_wo (NVFP4), q4_k to q6_k, q4_k_m and others"
 
 
 # What llama-quantize makes of the head, or of the embedding that is the head, in files of other types than these: Q6_K.
@@ -43,6 +42,18 @@ def block_type(format_: Format) -> str:
     if first.scale_dtype != "float32" or not (first.per == "channel" or (across and across % 32 == 0)):
         return ""
     return {"int8": "q8_0", "int4": "q4_0"}.get(first.dtype, "")
+
+
+def file_number(name: str) -> int:
+    """General.file_type of a file type, or of a file whose weights mostly have the type `name`."""
+    return FILE_TYPES[name].number if name in FILE_TYPES else NUMBERS[name]
+
+
+def format_of(kind: str, weighted: bool) -> Format:
+    """The format whose blocks are of a type; those that llama.cpp searches are weighed by an importance matrix."""
+    if kind in ("q8_0", "q4_0") and not (weighted and kind in SEARCHED):
+        return load_scheme(kind).format
+    return Format((Numeric(kind, "block", (DTYPES[kind].block,)),), None, "imatrix" if weighted else "max")
 
 
 def why_unsupported(format_: Format) -> str:

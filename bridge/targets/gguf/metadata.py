@@ -17,6 +17,7 @@ from bridge.tables.architectures.match import Matched
 from bridge.tables.architectures.meaning import FULL, INSTEAD, PARTIAL, SLIDING, is_causal, malformed_rope
 from bridge.tables.expressions.grammar import Formula, roles_in
 from bridge.tables.llama_cpp import Graph, graphs
+from bridge.targets.gguf.file_types import ModelFacts
 
 ROPE_FREQS = "rope_freqs.weight"
 NEXTN = ".nextn.eh_proj."  # of each draft layer
@@ -220,6 +221,21 @@ def hyperparameters(matched: Matched, drafts: int = 0) -> dict[str, Any]:
     if rope.kind == "llama3" and graph.rotary:
         keys[ROPE_FREQS] = llama3_factors(rope, head_dim, _context(config, matched))
     return keys
+
+
+def facts(matched: Matched, layers: int, values: tuple[int, ...], tied: bool, weighted: bool) -> ModelFacts:
+    """What llama.cpp's file types depend on; see `ModelFacts`."""
+    names, seventy = matched.names, graphs()[matched.architecture].seventy
+    heads = int(str(names["heads"]))
+    return ModelFacts(
+        layers,
+        grouped=heads // int(str(names.get("kv_heads", heads))),
+        experts=int(str(names.get("experts", 0))),
+        tied=tied,
+        seventy=bool(seventy and seventy.value(_values(matched, seventy))),
+        weighted=weighted,
+        values=values,
+    )
 
 
 def _turned(rope: Rope, head_dim: int, context: int) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bridge.core.dtypes import DTYPES, FLOATS, K_QUANTS
 from bridge.core.formats.gguf import MAX_NAME
@@ -17,7 +18,9 @@ from bridge.tables.dialects.dialect import DialectRow
 from bridge.tables.expressions.ops import Rank
 from bridge.tables.llama_cpp import graphs
 from bridge.targets.dialect_steps import DialectDrafting, Placed
-from bridge.targets.gguf.encodings import NARROW, block_type, coding, rounding_note, vocabulary_scheme
+from bridge.targets.gguf.encodings import NARROW, block_type, coding, format_of, rounding_note, vocabulary_scheme
+from bridge.targets.gguf.file_types import FILE_TYPES, HALF, ModelFacts, file_type_of, is_values, tensor_type
+from bridge.targets.gguf.metadata import facts
 
 FILE = "model.gguf"
 # llama.cpp adds and multiplies in float32 only, and finds the experts in float32.
@@ -33,11 +36,16 @@ class Drafting(DialectDrafting):
     _notes: dict[str, None] = field(default_factory=dict)
     # what has other blocks, of which type, and why
     _narrow: list[tuple[Placed, str, str]] = field(default_factory=list)
+    # a file type of llama.cpp, and what its choice depends on; None without one
+    _file_type: str = ""
+    _facts: ModelFacts | None = None
+    _short: Counter[int] = field(default_factory=Counter)  # rows' width -> matrices that its blocks do not divide
 
     def drafted(self) -> Drafted:
         """Make the steps; problems name the row."""
         tied = self.dialect.shares_head(self.matched)
-        if tied:
+        self._facts = self._known_facts(tied)
+        if tied and self.draft.options.vocabulary != "quantize":
             why = "is the embedding here, which --vocabulary quantize quantizes; keep the head in a recipe"
             self._refuse_quantized_head(why)
         for row, layer in self._rows(head=not tied):
@@ -49,6 +57,11 @@ class Drafting(DialectDrafting):
             module = source.rpartition(".")[0] if site else ""
             kept = self.draft.why_plain(spec, site)
             self._drafted.steps.append(Step((Slice(source, module=module),), (output,), site, kept=kept))
+        for width, count in self._short.items():
+            matrices = number(count, "matrix", "matrices")
+            self._notes[f"{matrices} with rows of {width}, no multiple of 256, have llama-quantize's other types"] = (
+                None
+            )
         self._drafted.notes += [*self._notes, *self._narrowed()]
         return self._drafted
 
@@ -70,7 +83,13 @@ class Drafting(DialectDrafting):
         if placed is None or (found := self._sites_of(placed)) is None:
             return
         sites, format_ = found
-        if self._is_vocabulary(row, sites):
+        if row.roles == EMBEDDING and (head := self._tied_head()):
+            site, format_ = head
+            source = placed.blocks[0].source
+            self._add_quantized(placed, replace(site, weight=source), replace(format_, algorithm="max"))
+        elif self._facts and (format_ or self._is_vocabulary(row, sites)) and not self._is_ruled(sites):
+            self._add_chosen(placed, sites, self._facts)
+        elif self._is_vocabulary(row, sites):
             self._add_vocabulary(placed, sites)
         elif format_:
             self._add_quantized(placed, sites[0], format_)
@@ -81,7 +100,44 @@ class Drafting(DialectDrafting):
         """Whether it is the embedding or a head that the option quantizes and no rule of a recipe names."""
         if self.draft.options.vocabulary != "quantize" or row.roles not in (EMBEDDING, HEAD):
             return False
-        return not any(self.draft.scheme and self.draft.scheme.rule_of(site) for site in sites)
+        return not self._is_ruled(sites)
+
+    def _is_ruled(self, sites: list[Site]) -> bool:
+        """Whether a rule of a recipe names a matrix."""
+        return any(self.draft.scheme and self.draft.scheme.rule_of(site) for site in sites)
+
+    def _tied_head(self) -> tuple[Site, Format] | None:
+        """The head that is the embedding here, and the format that a rule of a recipe gives it."""
+        blocks = self._roles.get(("head.weight", None, None), ())
+        module = blocks[0].module if blocks and self.dialect.shares_head(self.matched) else ""
+        format_ = self._quantized.get(module)
+        return (self._sites[module], format_) if format_ else None
+
+    def _known_facts(self, tied: bool) -> ModelFacts | None:
+        scheme = self.draft.scheme
+        self._file_type = scheme.file_type if scheme else ""
+        if scheme and self.draft.options.vocabulary == "quantize":
+            self._file_type = scheme.file_type or file_type_of(scheme.name)
+        if scheme is None or not self._file_type:
+            return None
+        rows = self._rows(head=False)
+        values = tuple(layer for row, layer in rows if layer is not None and is_values(row.name))
+        return facts(self.matched, self._layers, values, tied, scheme.format.weighted)
+
+    def _add_chosen(self, placed: Placed, sites: list[Site], known: ModelFacts) -> None:
+        """A matrix in the type that llama-quantize takes for it in a file of the scheme's type."""
+        block, shape = placed.blocks[0], self._shape(placed)
+        module = block.source.rpartition(".")[0]
+        site = sites[0] if sites else Site(module, block.source, "out_in", placed.row.roles)
+        kind = tensor_type(self._file_type, placed.name, shape[-1], known)
+        unit = DTYPES[FILE_TYPES[self._file_type].kind].block
+        self._short.update([shape[-1]] if shape[-1] % unit else [])
+        if kind == HALF:
+            self._add_plain(placed, site, HALF)
+            return
+        # llama-imatrix collects nothing of the embedding and of the head
+        weighted = known.weighted and placed.row.roles not in (EMBEDDING, HEAD)
+        self._add_quantized(placed, site, format_of(kind or FILE_TYPES[self._file_type].kind, weighted))
 
     def _add_vocabulary(self, placed: Placed, sites: list[Site]) -> None:
         assert self.draft.scheme
@@ -95,14 +151,14 @@ class Drafting(DialectDrafting):
         site = sites[0] if sites else Site(module, block.source, "out_in", placed.row.roles)
         self._add_quantized(placed, site, load_scheme(chosen).format)
 
-    def _add_plain(self, placed: Placed, site: Site | None) -> None:
+    def _add_plain(self, placed: Placed, site: Site | None, narrow: str = "") -> None:
         spec = self.draft.specs[placed.blocks[0].source]
         if not DTYPES[spec.dtype].floating or DTYPES[spec.dtype].bits < 16:
             self._problem(placed.row, placed.layer, f"is {spec.dtype} in the source; save it as bf16")
             return
         kinds = {self.matched.table.roles.roles[role].kind for role in placed.row.roles}
         single = kinds.intersection(SINGLE) or placed.row.roles == POSITIONS
-        dtype = "float32" if single else self.draft.options.dtype
+        dtype = "float32" if single else narrow or self.draft.options.dtype
         output = Output(TensorSpec(placed.name, self._shape(placed), dtype), "weight", str(placed.row.expr), FILE)
         kept = self.draft.why_plain(spec, site)
         self._drafted.steps.append(Step(placed.slices, (output,), site, kept=kept, shift=placed.shift))

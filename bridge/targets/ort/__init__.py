@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bridge.core.errors import PlanError
 from bridge.core.values import Format, Numeric, Program, Structure, TensorSpec
-from bridge.planning.plan import Plan
+from bridge.planning.plan import PASSTHROUGH, Plan
 from bridge.planning.target import Draft, Drafted
 from bridge.tables.architectures.meaning import is_causal
 from bridge.targets.checkpoint import option
@@ -24,9 +25,13 @@ from bridge.targets.ort.joining import join_attention
 from bridge.targets.tasks import listed
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from bridge.quant.schemes.scheme import Scheme
     from bridge.streaming.context import ConversionContext, WriteResult
 
+VOCABULARY = ("keep", "quantize")
+LEVEL = 4  # of MatMulNBits' accuracy: activations in 8 bits, as ONNX Runtime takes for products that it makes itself
 OPSET = 23  # the first with Attention, RotaryEmbedding and RMSNormalization, which fusing starts from
 # Rules of `trt`'s lint that hold for every reader of ONNX with external data; the others are TensorRT's own.
 RULES = (
@@ -52,6 +57,7 @@ class OrtOptions:
     """Options of target `ort`."""
 
     exact: bool = option(False, "INT4 products of float activations, not of 8-bit blocks: slower")
+    vocabulary: str = option("keep", "embedding and head: keep, or quantize, in the scheme's bits")
     stamp: bool = option(True, "export a few layers and stamp the identical rest")
     dtype: ClassVar[str] = "float32"  # what ONNX Runtime's CPU kernels of these operators compute in
 
@@ -82,6 +88,11 @@ class Ort(OnnxTarget):
     def resolve(
         self, options: Any, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]
     ) -> Any:
+        if options.vocabulary not in VOCABULARY:
+            where = f"vocabulary={options.vocabulary!r} (--vocabulary {options.vocabulary})"
+            raise PlanError(f"{where}: use {' or '.join(VOCABULARY)}")
+        if options.vocabulary == "quantize" and (scheme is None or scheme.name == PASSTHROUGH):
+            raise PlanError("vocabulary='quantize' (--vocabulary quantize) takes the bits of a scheme; give quant")
         return options
 
     def why_unsupported(self, format_: Format, options: Any) -> str:
@@ -112,6 +123,11 @@ class Ort(OnnxTarget):
     def draft(self, draft: Draft) -> Drafted:
         drafted = super().draft(draft)
         drafted.steps = join_attention(drafted.steps, draft)
+        if draft.options.vocabulary == "quantize":
+            from bridge.targets.ort.vocabulary import quantize_vocabulary
+
+            drafted.steps, notes = quantize_vocabulary(drafted.steps, draft)
+            drafted.notes += notes
         for dtype in sorted({spec.dtype for spec in draft.specs.values()} & set(WHY_FLOAT32)):
             kept = f"matrices that are not quantized stay {dtype}, and the graph casts them to float32"
             drafted.notes.append(f"{kept}: {WHY_FLOAT32[dtype]}")
@@ -137,9 +153,15 @@ class Ort(OnnxTarget):
         from bridge.targets.onnx.write.writer import GraphOptions, write_onnx
         from bridge.targets.ort.packing import join_products
         from bridge.targets.ort.rewrite import fuse
+        from bridge.targets.ort.vocabulary import place_vocabulary
 
         options, config = context.plan.options, context.source.config
         rewrite = partial(fuse, windows=_windows(config), positions=_text(config).get("max_position_embeddings") or 0)
+        level = int(next(iter(FLOAT_ACTIVATIONS.values()))) if options["exact"] else LEVEL
+
+        def join(model: ir.Model, plan: Plan, names: Mapping[str, str]) -> dict[str, str]:
+            return place_vocabulary(model, plan, join_products(model, plan, names), level)
+
         chosen = GraphOptions(
             "causal-lm",
             OrtOptions.dtype,
@@ -148,7 +170,7 @@ class Ort(OnnxTarget):
             options["stamp"],
             attention_op=True,
             rewrite=rewrite,
-            join=join_products,
+            join=join,
         )
         written, text = write_onnx(context, directory, chosen)
         session = FLOAT_ACTIVATIONS if options["exact"] else {}

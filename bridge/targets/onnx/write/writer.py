@@ -167,6 +167,7 @@ def make_graph(context: ConversionContext, directory: Path, options: GraphOption
     inserter = Inserter(graph.model, weights_file, _constants(context))
     initializers = {name: initializer for initializer, name in names.items()}
     quantized = [step for step in plan.quantized if step.site and _weight(step) in initializers]
+    quantized = [step for step in quantized if step.coding.packed != "int32"]  # `join` has placed these
     steps = {_key(step, initializers): step for step in quantized}
     uses = find_sites(graph, steps, some=bool(part))
     kv = find_kv(graph)
