@@ -28,7 +28,7 @@ CONDITIONS: dict[str, type] = {
 }  # fmt: skip
 HOW = ("run", "built", "read")
 _NUMERIC = (
-    r"(?:none|(?:fp8|fp4|int8|int4|q4_0|q[4-6]_k)"
+    r"(?:none|(?:fp8|fp4|int8|int4|q4_0|q[4-6]_k|affine[2-68])"
     r"(?: tensor| channel| token| block \d+(?: \d+)?)(?: e4m3| e8m0)?(?: dynamic)?)"
 )
 NUMERIC = re.compile(_NUMERIC)

@@ -87,7 +87,7 @@ def cell(scheme: Scheme, target: Target) -> str:
     """`yes`, the flag that it takes, or `no`."""
     plain = target.Options()
     if any(format_.ordered for format_ in scheme.formats):  # layouts with scales of either sign
-        return {"gguf": "yes", "hf": "`--format compressed-tensors`"}.get(target.name, "no")
+        return {"gguf": "yes", "hf": "`--format compressed-tensors`", "mlx": "yes"}.get(target.name, "no")
     if _fits(scheme, target, plain):
         return "yes"
     for entry in dataclasses.fields(plain):

@@ -16,10 +16,10 @@ from bridge._kernels.quotient import product, to_brain, to_half
 from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES, SEARCHED, to_float32
 from bridge.core.errors import SchemeError, SourceError
-from bridge.core.values import BY_SIGN, Encoding, Numeric
-from bridge.quant.codec import arrays, ggml, kquants
+from bridge.core.values import AFFINE, BY_SIGN, Encoding, Numeric
+from bridge.quant.codec import affine, arrays, ggml, kquants
 from bridge.quant.codec.arrays import Array
-from bridge.quant.codec.blocks import PLAIN, WORDS, grid, packing, stored_shapes
+from bridge.quant.codec.blocks import PLAIN, STREAM, WORDS, grid, packing, stored_shapes
 from bridge.quant.codec.clip import Clip
 from bridge.quant.codec.decode import storage
 from bridge.quant.codec.fake_quant import fake_quantized
@@ -90,6 +90,7 @@ class Encoder:
         self._packed = packing(first, layout, False, coding)
         self._plain_int8 = first.dtype == "int8" and not self._packed
         self._cast, self._values = coding.cast or dtype, coding.values
+        self._stored = coding.scale_dtype
         self._quotient = self._cast if coding.quotient == "weight" else "float32"
         self._scales = Scales(numeric, dtype, coding, amax)
         self._fused = fused(first, dtype, coding, self._blocks, self._packed, self._scales)
@@ -113,7 +114,8 @@ class Encoder:
         clip: Clip | None = None,
         chosen: CalibratedCodes | None = None,
     ) -> dict[str, Array]:
-        """Return "codes" of the weight's rows from `first` on, and "scale" unless it is constant.
+        """Return "codes" of the weight's rows from `first` on, "scale" unless it is constant, and "bias" if groups
+        have one.
 
         They lie in memory that the next call reuses. SourceError on NaN or infinity.
 
@@ -133,6 +135,8 @@ class Encoder:
         if self._numeric.dtype in SEARCHED:
             wide = to_float32(flat, self._dtype)
             return {"codes": kquants.quantized(wide, self._packed, importance, name=self._name, take=self._take)}
+        if self._numeric.dtype in AFFINE:
+            return self._affine(flat)
         assert importance is None or self._numeric.search in BY_SIGN, (
             f"{self._name}: nothing is searched with an importance"
         )
@@ -156,7 +160,20 @@ class Encoder:
             stored = packed.view(np.int8) if self._plain_int8 else packed
         if "scale" in parts and self._numeric.per == "channel":
             parts["scale"] = parts["scale"].reshape(-1)
+        if self._packed == STREAM and self._numeric.dtype in affine.HALF:
+            parts["bias"] = affine.symmetric_bias(parts["scale"], self._numeric.dtype, self._stored, self._name)
         return parts | {"codes": stored}
+
+    def _affine(self, flat: Array) -> dict[str, Array]:
+        """The parts of finite rows in MLX's affine groups."""
+        dtype, codes = self._numeric.dtype, self._take("codes", flat.shape, np.uint8)
+        scale, bias = np.empty((2, len(flat), self._blocks.shape[1]), DTYPES[self._stored].storage)
+        for part in self._chunks(len(flat)):
+            words, _ = self._readable(flat[part], ONE, part.stop - part.start)
+            scale[part], bias[part] = affine.quantized(
+                words, dtype, self._blocks.across, self._stored, self._name, codes[part]
+            )
+        return {"codes": packed_codes(codes, dtype, self._packed, self._take), "scale": scale, "bias": bias}
 
     def _nearest(self, flat: Array, divisor: Array, down: int) -> Array:
         """The codes next to some rows divided by the scales of their blocks."""
