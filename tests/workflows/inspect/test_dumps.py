@@ -18,6 +18,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 import bridge  # noqa: E402
 from bridge.core.errors import InspectError, WriteError  # noqa: E402
+from bridge.core.values import AFFINE  # noqa: E402
 from bridge.quant.schemes.catalog import named_scheme, scheme_names  # noqa: E402
 from bridge.workflows.inspect.dumps import coded  # noqa: E402
 from bridge.workflows.inspect.statistics.coding import fake_quantized  # noqa: E402
@@ -88,7 +89,8 @@ def test_every_scheme_has_codes_and_the_values_of_fake_quantization(scheme: str,
     found = coded(x, "float32", how)
     np.testing.assert_array_equal(found["quantized"][1], fake_quantized(x, "float32", how))
     assert len(found["codes"][1].reshape(-1)) <= x.size
-    assert ("scales" in found) == (how.numeric[0].dtype not in ("q4_0", "q4_k", "q5_k", "q6_k"))
+    whole = ("q4_0", "q4_k", "q5_k", "q6_k", *AFFINE)  # their scales stand between the codes, or beside biases
+    assert ("scales" in found) == (how.numeric[0].dtype not in whole)
     assert ("scale_2" in found) == (len(how.numeric) > 1)
 
 
