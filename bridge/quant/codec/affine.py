@@ -1,4 +1,4 @@
-"""MLX's affine groups, and codes as streams of bits in words of 32 bits.
+"""MLX's affine groups, and codes as streams of bits in words.
 
 A value is code * scale + bias. `mx.quantize` gives the same bytes: tests/targets/mlx/test_codes.py.
 """
