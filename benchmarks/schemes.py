@@ -4,7 +4,7 @@
     python benchmarks/schemes.py --only fp8 int4_gptq   measure these again, and leave the other rows as they are
     python benchmarks/schemes.py --modelopt --only fp8  print the KL of ModelOpt's fake-quantized model beside ours
 
-A model is calibrated with the default data, converted to `hf` (`gguf` for llama.cpp's blocks), and read back: codes
+A model is calibrated with the default data, converted to `hf` (`gguf` for llama.cpp's blocks, `mlx` for MLX's), and read back: codes
 are decoded into the float model. A hook before each quantized module replaces its input by the values of codes of the
 scheme's format under the stored scales; the codecs of weights make them. So schemes that ModelOpt simulates with CUDA
 only are measured like all others. Programs may differ in detail: llama.cpp quantizes activations, too, to 8 bits.
@@ -140,7 +140,7 @@ def _sentences() -> list[str]:
 
 
 class Decoded:
-    """The source's tensors, those that a GGUF file quantizes read back from it; all of a Source that loading reads."""
+    """The source's tensors, those that a GGUF file or an MLX checkpoint quantizes read back from it; all of a Source that loading reads."""
 
     def __init__(self, source: Source, path: Path, plan: Plan) -> None:
         self.where, self.config, self.specs = str(path), source.config, source.specs
@@ -152,9 +152,10 @@ class Decoded:
             return self._source.read(name)
         step, spec = self._steps[name], self.specs[name]
         assert step.format
-        (part,), (output,) = step.inputs, step.outputs
+        (part,) = step.inputs
+        arrays = {"codes" if o.part == "weight" else o.part: self._output.read(o) for o in step.outputs}
         shape = spec.shape[::-1] if part.transposed else spec.shape
-        values = decode({"codes": self._output.read(output)}, step.format.weight, shape, coding=step.coding)
+        values = decode(arrays, step.format.weight, shape, coding=step.coding)
         values = reordered(values, -part.rope) if part.rope else values
         return np.ascontiguousarray(values.T if part.transposed else values)
 
@@ -162,7 +163,7 @@ class Decoded:
 def read_back(bench: Bench, scheme: Scheme, path: Path) -> Any:
     """The model of a written checkpoint: its weights dequantized, its inputs quantized as the scheme says."""
     plan = load_manifest(path).plan
-    source: Any = Decoded(bench.source, path, plan) if plan.target == "gguf" else Rebuilt(path, plan)
+    source: Any = Decoded(bench.source, path, plan) if plan.target in ("gguf", "mlx") else Rebuilt(path, plan)
     model = load_model(source)
     steps = {module: step for step in plan.quantized for module in step.modules}
     output = OutputReader(plan, path)
@@ -206,7 +207,9 @@ def measure(bench: Bench, name: str) -> Cost:
     """Calibrate, convert, read back and run one scheme."""
     scheme = load_scheme(name)
     target = "gguf" if name.startswith(("q", "iq")) else "hf"  # llama.cpp's names of its blocks
+    target = "mlx" if name.startswith("affine") or name == "mxfp8_wo" else target
     options = {"format": "compressed-tensors"} if ":" in name else {}  # scales of either sign
+    options |= {"vocabulary": "keep", "dtype": "fp16"} if target == "mlx" else {}
     try:
         plan = bridge.plan(bench.path, target, name, **options)
     except BridgeError as error:
@@ -244,7 +247,7 @@ def _reason(text: str) -> str:
     if "compressed-tensors has only Linear" in text:
         return "Conv1D has no layout with scales of either sign"
     if "has no layout for" in text:
-        return "GGUF has no layout for this model"
+        return f"{'MLX' if 'mlx.toml' in text else 'GGUF'} has no layout for this model"
     raise ValueError(f"an unknown reason not to measure: {text}")
 
 

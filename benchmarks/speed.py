@@ -58,7 +58,7 @@ HEAD = """# What conversions take on one core of machine B (docs/pages/performan
 # probe: seconds of `bridge.planning.estimate.probe`. error: nine of ten points that were left out of the fit keep it.
 # targets: those that make nothing that takes long beside tensors. disk, remote: bytes a second that are assumed; the
 # disk is that of the machine, remote 16 connections in requests of 8 MiB, each after 0.1 s at 85 MB/s (Amazon S3)."""
-RATES = """targets = ["gguf", "hf", "megatron", "torchtitan", "trtllm"]
+RATES = """targets = ["gguf", "hf", "megatron", "mlx", "torchtitan", "trtllm"]
 disk = 0.5e9
 remote = 0.67e9"""
 STAGES = ("start", "write", "verify")

@@ -111,6 +111,9 @@ MSE, FOUR_OVER_SIX, EITHER, POSITIVE = SEARCHES = ("mse", "four_over_six", "eith
 
 BY_SIGN = (EITHER, POSITIVE)
 
+# MLX's affine groups, by bits of a code: each has a scale and a bias, so that its range may lie anywhere.
+AFFINE = {"affine2": 2, "affine3": 3, "affine4": 4, "affine5": 5, "affine6": 6, "affine8": 8}
+
 
 @dataclass(frozen=True)
 class Numeric:
@@ -234,7 +237,8 @@ class Encoding:
     `cast`: the weight is rounded to this dtype before it is quantized ("" leaves it); its amax is taken before that.
     `packed`: two 4-bit codes share a byte along this axis, "in" or "out", the even one in the low nibble; "int32":
     eight share an int32 along `in`, each plus 8, the first in the lowest bits (compressed-tensors, GPTQ); "awq": eight
-    share an int32 along `out`, each plus 8, in the order of AutoAWQ's kernels; those of
+    share an int32 along `out`, each plus 8, in the order of AutoAWQ's kernels; "uint32": codes
+    follow each other along `in`, integers without a sign, and each block has a bias beside its scale (MLX); those of
     `bridge.core.dtypes.BLOCKS`: ggml's blocks, where codes and scales of a row are one tensor.
     `quotient`: "float32", or "weight" if weight / scale is rounded to the weight's dtype before it is quantized.
     `scale_dtype`: float scales are rounded to this dtype, and the weight is divided by the rounded scale.
@@ -258,8 +262,9 @@ class Encoding:
 
     @property
     def signed(self) -> bool:
-        """Whether scales may be negative, as AutoRound writes them in words of 32 bits, and llama.cpp in Q4_0."""
-        return self.packed in ("int32", "awq", "q4_0")
+        """Whether scales may be negative, as AutoRound and MLX write them in words of 32 bits, and llama.cpp
+        in Q4_0."""
+        return self.packed in ("int32", "awq", "uint32", "q4_0")
 
     @property
     def scale_is(self) -> str:

@@ -47,9 +47,9 @@ class Output:
     part: str
     """Which part of the step it is.
 
-    "weight" (codes, or the plain tensor), "scale", "scale_2", "input_scale", "pre_quant_scale", "k_scale", "v_scale",
-    "kv_scale" (the larger of the two), "shape" (of the weight, int64), "zeros" (zero points), "order" (the block of
-    each `in`).
+    "weight" (codes, or the plain tensor), "scale", "bias" (what is added to codes times scale), "scale_2",
+    "input_scale", "pre_quant_scale", "k_scale", "v_scale", "kv_scale" (the larger of the two), "shape" (of the weight,
+    int64), "zeros" (zero points), "order" (the block of each `in`).
     """
     expression: str
     """How its values come about, for the reader of a plan: `amax(lm_head.weight, tensor) / 448`."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from bridge.core.dtypes import DTYPES
-from bridge.core.values import BY_SIGN, EITHER, FOUR_OVER_SIX, MSE, POSITIVE, Format, Numeric
+from bridge.core.values import AFFINE, BY_SIGN, EITHER, FOUR_OVER_SIX, MSE, POSITIVE, Format, Numeric
 from bridge.quant.schemes.scheme import Scheme
 
 SEARCHED = {
@@ -81,6 +81,8 @@ def _explained(words: str) -> str:
 def scale_words(format_: Format, of: str, joined: str = "") -> str:
     """The formula of a block's scale, for the expressions of a plan. `joined`: who shares it."""
     first = format_.weight[0]
+    if first.dtype in AFFINE:
+        return f"range({of}){joined} / {2 ** AFFINE[first.dtype] - 1}"
     if first.search in BY_SIGN:
         return f"{'calibration: least error' if format_.weighted else 'all codes'}({of}){joined}"
     amax = "calibration: clip * amax" if format_.clipped else first.search or "amax"
@@ -127,6 +129,8 @@ def nominal_bits(scheme: Scheme) -> float:
     (4.5, 4.5)
     """
     first = scheme.weight[0]
+    if first.dtype in AFFINE:  # a scale and a bias of 16 bits
+        return AFFINE[first.dtype] + 32 / first.block[0]
     kind = DTYPES[first.dtype]
     if kind.size:
         return 8 * kind.size / kind.block

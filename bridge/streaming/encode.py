@@ -181,7 +181,8 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
     )
     for part, value in encoder.constants().items():
         sink(outputs[part], value, 0)
-    written, scales, zeros = 0, ScaleWriter(outputs, sink), list[Array]()
+    written, zeros = 0, list[Array]()
+    scales = [ScaleWriter(outputs, sink, part) for part in ("scale", "bias")]
     nonzero, clip = False, clip_of(step, context.plan.sources, context.calibration)
     for first, parts in rows.pieces(encoder.unit):
         taken = chosen.rows(first, parts[-1].stop) if chosen else None
@@ -196,10 +197,11 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
             encoded = encoder.rows(bits, same[0].first, maxima, importance, own, of_same)
             sink(outputs["weight"], encoded["codes"], written)
             written += encoded["codes"].nbytes
-            if "scale" in encoded:
-                scales.add(encoded["scale"])
+            for of_part in scales:
+                of_part.add(encoded)
             zeros += [encoded["zeros"]] if "zeros" in encoded else []
-    scales.write()
+    for of_part in scales:
+        of_part.write()
     if zeros:
         words = packed_zero_points(np.concatenate(zeros), step.format.weight[0].dtype, step.coding.packed)
         sink(outputs["zeros"], words, 0)
@@ -207,23 +209,26 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
 
 
 class ScaleWriter:
-    """Write the scales of a weight's pieces one after the other, many pieces at once."""
+    """Write the scales, or biases, of a weight's pieces one after the other, many pieces at once."""
 
-    def __init__(self, outputs: Mapping[str, Output], sink: Sink) -> None:
-        self._outputs, self._sink = outputs, sink
+    def __init__(self, outputs: Mapping[str, Output], sink: Sink, part: str = "scale") -> None:
+        self._outputs, self._sink, self._part = outputs, sink, part
         self._arrays: list[Array] = []
         self._at = self._nbytes = 0
 
-    def add(self, scales: Array) -> None:
-        self._arrays.append(scales.reshape(-1).copy())
-        self._nbytes += scales.nbytes
+    def add(self, encoded: Mapping[str, Array]) -> None:
+        """Add those of one piece, as an Encoder returns it; none if one scale covers all."""
+        if self._part not in encoded:
+            return
+        self._arrays.append(encoded[self._part].reshape(-1).copy())
+        self._nbytes += self._arrays[-1].nbytes
         if self._nbytes >= SCALES_AT_ONCE:
             self.write()
 
     def write(self) -> None:
         """Write what was added since the last write."""
         if self._arrays:
-            self._sink(self._outputs["scale"], np.concatenate(self._arrays), self._at)
+            self._sink(self._outputs[self._part], np.concatenate(self._arrays), self._at)
         self._at, self._nbytes, self._arrays = self._at + self._nbytes, 0, []
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bridge.sources.source import Source
     from bridge.streaming.context import FileSettings
 
-BUILT_IN = ("gguf", "hf", "megatron", "ort", "torchtitan", "tripy", "trt", "trtllm")
+BUILT_IN = ("gguf", "hf", "megatron", "mlx", "ort", "torchtitan", "tripy", "trt", "trtllm")
 # Other words for a target; the names of programs are those of their contracts, in mappings/runtimes.
 ALIASES = {"huggingface": "hf", "onnx": "trt", "tensorrt": "trt"}
 

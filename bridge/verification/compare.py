@@ -76,7 +76,7 @@ def _compare_rows(
     of_chosen = Comparer(kind, "float32", tolerance, take=buffers.take)
     down, codes, scale = blocks.down if blocks.down < blocks.rows else 0, outputs["weight"], outputs.get("scale")
     every = np.empty(0, np.uint8) if scale is None else None if down else output.read(scale)  # none beside the codes
-    total = ErrorSums()
+    biases, total = outputs.get("bias"), ErrorSums()
     for first, parts in rows.pieces(math.lcm(down or 1, 2)):
         stop = parts[-1].stop
         stored = output.rows(codes, first, stop, rows.rows, buffers)
@@ -85,30 +85,32 @@ def _compare_rows(
         if factor is None:
             assert scale
             factor = output.rows(scale, first // down, -(-stop // down), blocks.shape[0], buffers)
+        bias = output.rows(biases, first, stop, rows.rows, buffers) if biases else None
         if step.format.weighted:
             for part in parts:
                 begin, end = part.first - first, part.stop - first
                 own = factor.reshape(stop - first, -1)[begin:end] if scale else factor
                 coded = stored[begin // 2 : -(-end // 2)] if packed == "out" else stored[begin:end]
                 importance = scales.importance(step, part.slice)
-                sums = comparer.rows(part.bits, coded, own, importance)
+                of_part = None if bias is None else bias.reshape(stop - first, -1)[begin:end]
+                sums = comparer.rows(part.bits, coded, own, importance, of_part)
                 if step.format.ordered and not scales.copies(step):
                     others = 0
                     if chosen is not None and importance is not None:
                         taken = chosen.rows(first, stop).cut(slice(begin, end), across=False)
                         value = _chosen_values(part.bits, rows.spec.dtype, taken, numeric[0], "out_in", 1.0, importance)
-                        others = of_chosen.rows(value, coded, own).not_nearest
+                        others = of_chosen.rows(value, coded, own, bias=of_part).not_nearest
                     sums = replace(sums, not_nearest=others)
                 total += sums
             continue
         bits = join([(part, smoother(part.slice.module, part.bits, part.first)) for part in parts], buffers)
-        sums = comparer.rows(bits, stored, factor)
+        sums = comparer.rows(bits, stored, factor, bias=bias)
         if step.format.compensated and not scales.copies(step):
             others = 0  # codes that are not those that were chosen, if a calibration says which were
             if chosen is not None:
                 taken, whole = chosen.rows(first, stop), scales.above(step)
                 value = _chosen_values(bits, rows.spec.dtype, taken, numeric[0], "out_in", whole)
-                others = of_chosen.rows(value, stored, factor).not_nearest
+                others = of_chosen.rows(value, stored, factor, bias=bias).not_nearest
             sums = replace(sums, not_nearest=others)
         total += sums
     return total

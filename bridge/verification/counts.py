@@ -29,7 +29,7 @@ USABLE = "scales finite and above zero"
 EQUAL = "unquantized tensors identical to the source"
 SHARED = "groups that share a scale, equal in the files"
 ORDER = (COMPARED, FINITE, NEAREST, CHOSEN, REPEATED, USABLE, EQUAL, SHARED)
-MADE_OF_WEIGHTS = ("weight", "scale", "scale_2")
+MADE_OF_WEIGHTS = ("weight", "scale", "scale_2", "bias")
 
 
 class Counts:

@@ -16,14 +16,16 @@ import numpy as np
 from bridge._kernels.compare import BYTES, COLUMNS, E2M1, E4M3, E5M2, INT4, INT8, ROWS
 from bridge._kernels.compare import compare as _compare
 from bridge.core.dtypes import DTYPES, SEARCHED, UNIT, to_float32
-from bridge.core.values import EITHER, Encoding, Numeric
+from bridge.core.values import AFFINE, EITHER, Encoding, Numeric
+from bridge.quant.codec import affine, kquants
 from bridge.quant.codec import arrays as _bits
-from bridge.quant.codec import kquants
 from bridge.quant.codec.arrays import Array
-from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, WORDS, Grid, grid, packing, stored_shapes
+from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, STREAM, WORDS, Grid, grid, packing, stored_shapes
 from bridge.quant.codec.decode import by_row, split_blocks, values
+from bridge.quant.codec.encode import Encoder
 from bridge.quant.codec.fake_quant import runtime_codes
 from bridge.quant.codec.ggml import TYPES, own_rounding
+from bridge.quant.codec.packing import unpacked_codes
 from bridge.quant.codec.scales import Scales
 from bridge.quant.codec.search import searched_scales
 from bridge.verification.scale_range import ScaleStats, scale_stats
@@ -147,7 +149,7 @@ class Comparer:
         if self._blocks_of:  # split before they are compared
             self._blocks, self._how = Grid(blocks.rows, blocks.cols, 1, TYPES[packed].group), BYTES
             self._kind = INT8 if first.dtype == "int4" else self._kind
-        self._flip = np.uint8(FLIP[first.dtype] if packed == "int32" else 0)
+        self._flip = np.uint8(FLIP[first.dtype] if packed in ("int32", STREAM) and first.dtype in FLIP else 0)
         self._second = float(above.reshape(())) if len(numeric) == 2 and above is not None else 0.0
         casts = roundings * UNIT[dtype] + (UNIT[wide] if wide != dtype else 0)
         quotient = UNIT[wide] if coding.quotient == "weight" else 0
@@ -162,14 +164,20 @@ class Comparer:
         if math.isinf(roundings):  # how the rows were smoothed is not known
             self._slack, self._least = 0.0, math.inf
 
-    def rows(self, bits: Array, stored: Array, scale: Array, importance: Array | None = None) -> ErrorSums:
+    def rows(
+        self, bits: Array, stored: Array, scale: Array, importance: Array | None = None, bias: Array | None = None
+    ) -> ErrorSums:
         """Return the error sums of some rows.
 
         bits: storage array (rows, cols).  stored: the bytes of their codes; or of fake-quantized floats, which are
         coded first, as a runtime does.  scale: the bytes of their scales, as stored.  importance: (in,), with which
         codes or scales were searched; they are searched again, since a gate does not see that of another matrix.
+        bias: the bytes of their biases, where groups have one.
         """
         n, blocks = len(bits), self._blocks
+        if self._first.dtype in AFFINE:
+            assert bias is not None
+            return self._of_affine(bits, stored.view(np.uint8).reshape(n, -1), scale, bias)
         if self._searched:
             return self._of_searched(to_float32(bits, self._dtype), stored.view(np.uint8).reshape(n, -1), importance)
         if self._blocks_of:
@@ -204,6 +212,9 @@ class Comparer:
         source, decoded, error = (float(v) for v in sums[:, :3].sum(axis=0))
         worst, not_nearest = math.sqrt(float(sums[:, 3].max())), int(sums[:, 4].sum())
         dot, largest = (source + decoded - error) / 2, float(sums[:, 5:].max(initial=0))
+        if bias is not None:  # codes under another bias than that of their sign are other codes
+            moved = self._floats(bias) != -affine.HALF[self._first.dtype] * factor.reshape(-1)
+            not_nearest += int(moved.sum()) * blocks.across
         found = ErrorSums(dot, source, decoded, error, worst, not_nearest, bits.size, scales)
         if importance is not None:
             found = replace(found, not_repeated=self._otherwise(bits, factor, importance), repeated=bits.size)
@@ -226,6 +237,30 @@ class Comparer:
         again = kquants.quantized(values, self._searched, importance, take=self._take)
         changed = (again != stored).reshape(-1, kind.size).any(axis=1)
         return replace(found, not_repeated=int(changed.sum()) * kind.block, repeated=values.size)
+
+    def _of_affine(self, bits: Array, stored: Array, scale: Array, bias: Array) -> ErrorSums:
+        """The error sums of rows in MLX's affine groups, whose codes are made again: scales are rounded after them."""
+        first, grid_ = self._first, (len(bits), self._blocks.shape[1])
+        factors = [self._floats(part).reshape(grid_) for part in (scale, bias)]
+        codes = unpacked_codes(stored, first.dtype, STREAM, self._blocks.cols)
+        found = _sums_of_values(to_float32(bits, self._dtype), affine.values(codes, *factors))
+        again = Encoder((first,), self._dtype, bits.shape, coding=self._coding).rows(bits, 0)
+        words = np.ascontiguousarray(again["codes"]).view(np.uint8)
+        other = unpacked_codes(words, first.dtype, STREAM, self._blocks.cols) != codes
+        parts = zip((scale, bias), (again["scale"], again["bias"]), strict=True)
+        other |= (
+            sum(self._floats(one) != self._floats(two) for one, two in parts)
+            .reshape(grid_)
+            .astype(bool)
+            .repeat(self._blocks.across, axis=1)
+        )
+        stats = scale_stats(factors[0], signed=True)
+        return replace(found, not_nearest=int(other.sum()), scales=stats)
+
+    def _floats(self, stored: Array) -> Array:
+        """The float32 values of stored scales or biases, flat."""
+        dtype = self._coding.scale_dtype
+        return to_float32(np.ascontiguousarray(stored).reshape(-1).view(np.uint8).view(DTYPES[dtype].storage), dtype)
 
     def _split(self, stored: Array) -> tuple[Array, Array]:
         """One-byte codes of ggml's blocks and their factors."""

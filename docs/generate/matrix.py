@@ -86,7 +86,7 @@ def address(name: str) -> str:
 def cell(scheme: Scheme, target: Target) -> str:
     """`yes`, the flag that it takes, or `no`."""
     plain = target.Options()
-    if any(format_.ordered for format_ in scheme.formats) and target.name not in ("gguf", "hf"):
+    if any(format_.ordered for format_ in scheme.formats) and target.name not in ("gguf", "hf", "mlx"):
         return "no"  # layouts with scales of either sign alone
     if _fits(scheme, target, plain):
         return "yes"

@@ -37,7 +37,7 @@ INSTALLED = {
 
 
 def test_the_targets_that_ship_are_found() -> None:
-    assert {"gguf", "hf", "megatron", "ort", "torchtitan", "tripy", "trt", "trtllm"} <= set(OWN_TARGETS)
+    assert {"gguf", "hf", "megatron", "mlx", "ort", "torchtitan", "tripy", "trt", "trtllm"} <= set(OWN_TARGETS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -30,7 +30,7 @@ def test_scales_of_many_pieces_are_written_at_once(monkeypatch: pytest.MonkeyPat
     piece = np.empty((3, 1), np.float32)  # which each piece uses again
     for first in (0, 3, 6):
         piece[:] = [[first], [first + 1], [first + 2]]
-        writer.add(piece)
+        writer.add({"scale": piece})
     writer.write()
     assert writes == [(0, [0, 1, 2, 3, 4, 5]), (24, [6, 7, 8])]
 

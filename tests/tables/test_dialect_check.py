@@ -14,7 +14,7 @@ from bridge.tables.dialects.dialect import dialect_names, load_dialect, parse_di
 
 @pytest.mark.slow
 def test_the_dialects_of_the_house_spell_all_that_their_architectures_hold() -> None:
-    assert dialect_names() == ["gguf", "megatron", "meta", "torchtitan", "transformers", "trtllm"]
+    assert dialect_names() == ["gguf", "megatron", "meta", "mlx", "torchtitan", "transformers", "trtllm"]
     assert check_dialects() == []
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from bridge.core.dtypes import BLOCKS, DTYPES
 from bridge.core.errors import SchemeError
-from bridge.core.values import Encoding, Numeric
+from bridge.core.values import AFFINE, Encoding, Numeric
 
 LAYOUTS = ("out_in", "in_out", "conv")
 FOUR_BITS = ("int4", "float4_e2m1fn")
 IN_INT32 = {"int4": 8, "int8": 4}  # codes in an int32
-WORDS = ("int32", "awq")  # packings in words of 32 bits
+WORDS = ("int32", "awq")  # packings of int8 and int4 in words of 32 bits
+STREAM = "uint32"  # a packing of any codes in words of 32 bits, one after the other
 PLAIN = Encoding()
 
 
@@ -59,7 +60,9 @@ def packing(numeric: Numeric, layout: str, transpose: bool, coding: Encoding) ->
     if coding.values:
         return ""
     turned = transpose != (layout == "in_out")
-    if coding.packed in BLOCKS:
+    if numeric.dtype in AFFINE:
+        return STREAM
+    if coding.packed in (*BLOCKS, STREAM):
         return coding.packed
     if coding.packed in WORDS and numeric.dtype in IN_INT32:
         return coding.packed
@@ -76,7 +79,7 @@ def stored_shapes(
     name: str = "weight",
     coding: Encoding = PLAIN,
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return {"codes" | "scale" | "scale_2": (dtype, shape)} that `encode` makes of a weight of `shape`.
+    """Return {"codes" | "scale" | "scale_2" | "bias": (dtype, shape)} that `encode` makes of a weight of `shape`.
 
     4-bit codes packed along the last stored axis keep their dtype and a shape that counts values: the storage array has
     half as many bytes along it. With another packing they are uint8 or int32 of the stored shape. With `coding.values`
@@ -91,6 +94,8 @@ def stored_shapes(
     if packed in WORDS and first.dtype not in IN_INT32:
         raise SchemeError(f"{name}: {first.dtype} codes are not stored in int32; known: {', '.join(IN_INT32)}")
     codes = (coding.values or first.dtype, stored)
+    if packed == STREAM:
+        return _of_stream(first, stored, blocks, coding, transpose != (layout == "in_out"), name)
     if packed in BLOCKS:
         return _of_blocks(first, packed, stored, layout, transpose, name)
     if packed in WORDS:
@@ -122,6 +127,19 @@ def _of_blocks(
         raise SchemeError(f"{name}: a weight of stored shape {shape} has no rows of whole blocks of {block}")
     above = {"scale_2": ("float32", ())} if numeric.two_level else {}
     return {"codes": (packed, shape), **above}
+
+
+def _of_stream(
+    numeric: Numeric, stored: tuple[int, ...], blocks: Grid, coding: Encoding, turned: bool, name: str
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """`stored_shapes` of MLX's layout: words of consecutive codes, and a bias beside each float scale."""
+    bits = AFFINE.get(numeric.dtype) or DTYPES[numeric.dtype].bits
+    if turned or len(stored) != 2 or numeric.per != "block" or stored[1] % blocks.across or stored[1] * bits % 32:
+        raise SchemeError(f"{name}: a weight of stored shape {stored} has no rows of whole groups and whole words")
+    integers = numeric.scale_dtype == "float32"
+    scale: tuple[str, tuple[int, ...]] = (coding.scale_dtype if integers else numeric.scale_dtype, blocks.shape)
+    codes: tuple[str, tuple[int, ...]] = ("uint32", (stored[0], stored[1] * bits // 32))
+    return {"codes": codes, "scale": scale} | ({"bias": scale} if integers else {})
 
 
 def _words(numeric: Numeric, stored: tuple[int, ...], last: bool) -> tuple[int, int]:

@@ -13,8 +13,8 @@ from bridge._kernels.decode import floats, integers, powers
 from bridge._kernels.e5m2 import values_e5m2
 from bridge.core.dtypes import BLOCKS, DTYPES, SEARCHED, UNIT, to_float32
 from bridge.core.errors import SchemeError
-from bridge.core.values import Encoding, Numeric
-from bridge.quant.codec import ggml, kquants
+from bridge.core.values import AFFINE, Encoding, Numeric
+from bridge.quant.codec import affine, ggml, kquants
 from bridge.quant.codec.arrays import Array, transpose_into, transposed
 from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, WORDS, Grid, grid, packing, stored_shapes
 from bridge.quant.codec.kernels import ONE, fp8_codes
@@ -74,6 +74,9 @@ def decode(
         codes, factor = split_blocks(stored["codes"][start:stop], packed, blocks.cols)
         inner = Grid(len(codes), blocks.cols, 1, ggml.TYPES[packed].group)
         return scaled(codes, numeric, factor, stored.get("scale_2"), inner, coding.reciprocal)
+    if first.dtype in AFFINE:
+        parts = (to_float32(stored[part][start:stop], coding.scale_dtype) for part in ("scale", "bias"))
+        return affine.values(_stored_rows(stored["codes"], first, blocks.cols, packed, False, start, stop), *parts)
     codes = _stored_rows(stored["codes"], first, blocks.cols, packed, transpose, start, stop)
     factor = stored["scale"].reshape(blocks.shape[::-1] if transpose else blocks.shape)
     factor = _scales((factor.T if transpose else factor)[start // blocks.down : -(-stop // blocks.down)], first, coding)

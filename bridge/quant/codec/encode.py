@@ -16,10 +16,10 @@ from bridge._kernels.quotient import product, to_brain, to_half
 from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES, SEARCHED, to_float32
 from bridge.core.errors import SchemeError, SourceError
-from bridge.core.values import BY_SIGN, Encoding, Numeric
-from bridge.quant.codec import arrays, ggml, kquants, zero_points
+from bridge.core.values import AFFINE, BY_SIGN, Encoding, Numeric
+from bridge.quant.codec import affine, arrays, ggml, kquants, zero_points
 from bridge.quant.codec.arrays import Array
-from bridge.quant.codec.blocks import PLAIN, WORDS, grid, packing, stored_shapes
+from bridge.quant.codec.blocks import PLAIN, STREAM, WORDS, grid, packing, stored_shapes
 from bridge.quant.codec.clip import Clip
 from bridge.quant.codec.decode import storage
 from bridge.quant.codec.fake_quant import fake_quantized
@@ -114,7 +114,8 @@ class Encoder:
         clip: Clip | None = None,
         chosen: CalibratedCodes | None = None,
     ) -> dict[str, Array]:
-        """Return "codes" of the weight's rows from `first` on, and "scale" unless it is constant.
+        """Return "codes" of the weight's rows from `first` on, "scale" unless it is constant, and "bias" if groups
+        have one.
 
         They lie in memory that the next call reuses. SourceError on NaN or infinity.
 
@@ -136,6 +137,8 @@ class Encoder:
         if self._numeric.dtype in SEARCHED:
             wide = to_float32(flat, self._dtype)
             return {"codes": kquants.quantized(wide, self.packed, importance, name=self._name, take=self._take)}
+        if self._numeric.dtype in AFFINE:
+            return self._affine(flat)
         assert importance is None or self._numeric.search in BY_SIGN, (
             f"{self._name}: nothing is searched with an importance"
         )
@@ -159,6 +162,8 @@ class Encoder:
             stored = packed.view(np.int8) if self._plain_int8 else packed
         if "scale" in parts and self._numeric.per == "channel":
             parts["scale"] = parts["scale"].reshape(-1)
+        if self.packed == STREAM and self._numeric.dtype in affine.HALF:
+            parts["bias"] = affine.symmetric_bias(parts["scale"], self._numeric.dtype, self._scale_dtype, self._name)
         return parts | {"codes": stored}
 
     def _with_zero_points(self, flat: Array) -> dict[str, Array]:
@@ -167,6 +172,17 @@ class Encoder:
         dtype, across = self._numeric.dtype, self._blocks.across
         parts = zero_points.encoded(wide, dtype, across, self._quotient, self._scale_dtype)
         return parts | {"codes": packed_codes(parts["codes"], dtype, self.packed, self._take)}
+
+    def _affine(self, flat: Array) -> dict[str, Array]:
+        """The parts of finite rows in MLX's affine groups."""
+        dtype, codes = self._numeric.dtype, self._take("codes", flat.shape, np.uint8)
+        scale, bias = np.empty((2, len(flat), self._blocks.shape[1]), DTYPES[self._scale_dtype].storage)
+        for part in self._chunks(len(flat)):
+            words, _ = self._readable(flat[part], ONE, part.stop - part.start)
+            scale[part], bias[part] = affine.quantized(
+                words, dtype, self._blocks.across, self._scale_dtype, self._name, codes[part]
+            )
+        return {"codes": packed_codes(codes, dtype, self.packed, self._take), "scale": scale, "bias": bias}
 
     def _nearest(self, flat: Array, divisor: Array, down: int) -> Array:
         """The codes next to some rows divided by the scales of their blocks."""

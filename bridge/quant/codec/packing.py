@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from bridge._kernels.layout import pack, pack_rows, unpack, unpack_rows
+from bridge.core.values import AFFINE
+from bridge.quant.codec import affine
 from bridge.quant.codec.arrays import Array, transposed
-from bridge.quant.codec.blocks import FOUR_BITS, IN_INT32
+from bridge.quant.codec.blocks import FOUR_BITS, IN_INT32, STREAM
 
 # Returns an uninitialized array for a purpose, in memory that the next call for the same purpose may reuse.
 Take = Callable[[str, tuple[int, ...], Any], Array]
@@ -31,10 +33,14 @@ def fresh(purpose: str, shape: tuple[int, ...], dtype: Any) -> Array:
 def unpacked_codes(stored: Array, dtype: str, packed: str, cols: int) -> Array:
     """Return stored codes as uint8 (rows, cols), one byte each.
 
-    stored: C-contiguous rows of a file.  packed: "in", "out" or "int32", see `bridge.core.values.Encoding`; with
-    anything else codes are bytes already.
+    stored: C-contiguous rows of a file.  packed: "in", "out", "int32" or "uint32", see
+    `bridge.core.values.Encoding`; with anything else codes are bytes already.
     """
     flat = stored.view(np.uint8).reshape(len(stored), -1)
+    if dtype in AFFINE:
+        return affine.unpacked(flat, AFFINE[dtype], cols)
+    if packed == STREAM:
+        packed = "int32" if dtype in HALF_RANGE else "in"
     if packed == "int32":
         flat = flat ^ HALF_RANGE[dtype]
     if dtype not in FOUR_BITS or packed not in ("in", "out", "int32"):
@@ -52,7 +58,12 @@ def unpacked_codes(stored: Array, dtype: str, packed: str, cols: int) -> Array:
 def packed_codes(codes: Array, dtype: str, packed: str, take: Take = fresh) -> Array:
     """Undo `unpacked_codes` of C-contiguous codes; in a row's last int32, bits without a code are zero."""
     rows, cols = codes.shape
-    if packed == "int32":
+    if dtype in AFFINE:
+        out = take("packed", (rows, cols * AFFINE[dtype] // 8), np.uint8)
+        return affine.packed(codes, AFFINE[dtype], out).view(np.uint32)
+    if packed == STREAM and dtype not in HALF_RANGE:
+        return packed_codes(codes, dtype, "in", take).view(np.uint32)
+    if packed in ("int32", STREAM):
         return _words(codes, dtype, take)
     if packed == "awq":
         return _awq_words(codes, take)

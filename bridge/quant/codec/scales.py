@@ -10,7 +10,7 @@ import numpy as np
 
 from bridge._kernels.scales import e4m3, e8m0, single
 from bridge.core.dtypes import SEARCHED, from_float32, to_float32
-from bridge.core.values import Encoding, Numeric
+from bridge.core.values import AFFINE, Encoding, Numeric
 from bridge.quant.codec.arrays import Array, cast, rounded
 from bridge.quant.codec.decode import values
 from bridge.quant.codec.kernels import INTEGER_RANGE, fp8_codes
@@ -32,7 +32,7 @@ class Scales:
         """dtype: of the weight before any cast.  amax: of the whole weight, if a scale covers it."""
         self._numeric, self._rounded, self._values = numeric[0], coding.scale_dtype, coding.values
         self._round_up = coding.round_up
-        searched = numeric[0].dtype in SEARCHED  # with their codes, in `kquants`
+        searched = numeric[0].dtype in (*SEARCHED, *AFFINE)  # with their codes, in `kquants` and `affine`
         self.bound = coding.bound or (1.0 if searched else numeric[0].maxbound)
         self._reciprocal = coding.reciprocal and not coding.exact
         self._powers = numeric[0].scale_dtype == "float8_e8m0fnu" and coding.bound > 0

@@ -12,7 +12,7 @@ from bridge.core.errors import SchemeError
 from bridge.core.parsing.file_cache import cached_by_file, copy_parsed
 from bridge.core.parsing.limited import load_toml
 from bridge.core.text import nearest
-from bridge.core.values import FOUR_OVER_SIX, LLM_COMPRESSOR, MAXBOUND, MSE, SEARCHES, Numeric
+from bridge.core.values import AFFINE, FOUR_OVER_SIX, LLM_COMPRESSOR, MAXBOUND, MSE, SEARCHES, Numeric
 
 ALGORITHMS = {
     # algorithm -> the parameters it takes, with ModelOpt's default
@@ -68,7 +68,7 @@ class Policies:
 def parse_numeric(words: Any, where: str) -> Numeric:
     """Parse a table of dtype, per, block, scale_dtype, dynamic."""
     check_keys(words, _KEYS, where)
-    for key, known in (("dtype", [*MAXBOUND, *SEARCHED]), ("per", list(_PER)), ("scale_dtype", list(_SCALES))):
+    for key, known in (("dtype", [*MAXBOUND, *SEARCHED, *AFFINE]), ("per", list(_PER)), ("scale_dtype", list(_SCALES))):
         if key not in words and key != "scale_dtype":
             raise SchemeError(f"{where}: `{key}` is missing")
         if key in words and words[key] not in known:
@@ -88,6 +88,8 @@ def parse_numeric(words: Any, where: str) -> Numeric:
             f"{where}: {words['dtype']} is llama.cpp's block: write block = [{DTYPES[words['dtype']].block}]"
         )
     scale = words.get("scale_dtype", "float32")
+    if words["dtype"] in AFFINE and (len(block), scale) != (1, "float32"):
+        raise SchemeError(f'{where}: {words["dtype"]} has groups along `in` with float scales: per = "block", one size')
     return Numeric(words["dtype"], words["per"], tuple(block), scale, words.get("dynamic", False))
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file  # noqa: E402
 import bridge  # noqa: E402
 from bridge.core.dtypes import SEARCHED  # noqa: E402
 from bridge.core.errors import InspectError, WriteError  # noqa: E402
+from bridge.core.values import AFFINE  # noqa: E402
 from bridge.quant.schemes.catalog import named_scheme, scheme_names  # noqa: E402
 from bridge.workflows.inspect.dumps import coded  # noqa: E402
 from bridge.workflows.inspect.statistics.coding import fake_quantized  # noqa: E402
@@ -89,7 +90,7 @@ def test_every_scheme_has_codes_and_the_values_of_fake_quantization(scheme: str,
     found = coded(x, "float32", how)
     np.testing.assert_array_equal(found["quantized"][1], fake_quantized(x, "float32", how))
     assert len(found["codes"][1].reshape(-1)) <= x.size
-    assert ("scales" in found) == (how.numeric[0].dtype not in SEARCHED)
+    assert ("scales" in found) == (how.numeric[0].dtype not in (*SEARCHED, *AFFINE))  # between codes, or beside biases
     assert ("scale_2" in found) == (len(how.numeric) > 1)
 
 

@@ -16,13 +16,14 @@ from bridge._kernels.quotient import product
 from bridge._kernels.scales import e8m0
 from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import SEARCHED, to_float32
-from bridge.core.values import Encoding
-from bridge.quant.codec import arrays, kquants
+from bridge.core.values import AFFINE, Encoding
+from bridge.quant.codec import affine, arrays, kquants
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import Grid, grid
 from bridge.quant.codec.decode import scaled, values
 from bridge.quant.codec.encode import Encoder
 from bridge.quant.codec.kernels import ONE, make_codes
+from bridge.quant.codec.packing import unpacked_codes
 from bridge.workflows.inspect.statistics.quantization import Quantization
 
 PIECE = 1 << 18  # values at once
@@ -34,6 +35,7 @@ class Piece:
     """Rows of a tensor with their codes. `bits`: storage (rows, in). `codes`: bytes; ggml's blocks if searched.
 
     `scale`: of the blocks in float32, without the one `above` them; `stored`: the same as a target stores them.
+    Of MLX's groups: `stored` scales in float32, `above` their biases.
     """
 
     bits: Array
@@ -54,9 +56,9 @@ class Coder:
 
     @property
     def packed(self) -> str:
-        """How codes are stored: "" for bytes, or ggml's blocks."""
+        """How codes are stored: "" for bytes, or blocks of ggml or groups of MLX, which are decoded as a whole."""
         dtype = self.how.numeric[0].dtype
-        return dtype if dtype in SEARCHED else ""
+        return dtype if dtype in (*SEARCHED, *AFFINE) else ""
 
     @property
     def above(self) -> Array | None:
@@ -78,6 +80,10 @@ class Coder:
                 yield self._plain(rows, buffers)
                 continue
             made = {**encoder.constants(), **encoder.rows(rows, part.start)}
+            if first.dtype in AFFINE:
+                words = made["codes"].view(np.uint8)
+                yield Piece(rows, words, made["scale"], np.empty((0, 0), np.float32), made["bias"])
+                continue
             if self.packed:
                 yield Piece(rows, made["codes"], np.empty(0, np.uint8), np.empty((0, 0), np.float32), None)
                 continue
@@ -88,6 +94,9 @@ class Coder:
     def decoded(self, piece: Piece) -> Array:
         """The float32 values of a piece's codes, as `decode` has them."""
         numeric, blocks = self.how.numeric, self.blocks
+        if piece.above is not None and numeric[0].dtype in AFFINE:
+            codes = unpacked_codes(piece.codes, numeric[0].dtype, self.packed, blocks.cols)
+            return affine.values(codes, piece.stored, piece.above)
         if self.packed:
             return kquants.dequantized(piece.codes, self.packed, blocks.cols)
         n = len(piece.bits)

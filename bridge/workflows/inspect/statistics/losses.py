@@ -112,7 +112,7 @@ def _of_piece(by: Coder, piece: Piece, comparer: Comparer, bound: float) -> Loss
     """The sums of a piece, but those of its scales.  bound: what a static scale reaches."""
     scratch = np.empty(piece.bits.size if by.dtype == "float16" else 0, np.uint32)
     some, more = overflowing(arrays.readable(piece.bits, by.dtype, scratch), bound)
-    errors = comparer.rows(piece.bits, piece.codes, piece.stored)
+    errors = comparer.rows(piece.bits, piece.codes, piece.stored, bias=piece.above if by.packed else None)
     return LossSums(
         nonzero=some, kept=_kept(by, piece), beyond=more if bound < math.inf else 0, source=errors.source,
         decoded=errors.decoded, error=errors.error, largest=errors.largest, raised=_raised(by, piece),

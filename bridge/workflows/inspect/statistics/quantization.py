@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from bridge.core.dtypes import DTYPES, SEARCHED
-from bridge.core.values import MAXBOUND, Numeric
+from bridge.core.values import AFFINE, MAXBOUND, Numeric
 from bridge.quant.schemes.catalog import named_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.workflows.inspect.routes import TENSORS
@@ -49,8 +49,10 @@ class Quantization:
 
     @property
     def unit(self) -> int:
-        """What the width of a row must be a multiple of: ggml's blocks are searched as a whole."""
+        """What the width of a row must be a multiple of: blocks of ggml and groups of MLX are coded as a whole."""
         dtype = self.numeric[0].dtype
+        if dtype in AFFINE:
+            return self.numeric[0].block[0]
         return DTYPES[dtype].block if dtype in SEARCHED else 1
 
     @property
