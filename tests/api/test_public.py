@@ -14,7 +14,7 @@ import bridge
 SIGNATURES = {
     "plan": (
         "model, target, quant=None, *, kv=None, config=None, runtime=None, memory=None, keep=None, drop_layers=None, "
-        "sparse=None, base=None, adapter=None, out=None, overwrite=False, **options"
+        "sparse=None, base=None, adapter=None, out=None, overwrite=False, candidates=None, **options"
     ),
     "estimate": "plan, model=None, *, verify=True, machine=None",
     "pruned": (
@@ -52,11 +52,13 @@ SIGNATURES = {
     "convert": (
         "model, target, quant=None, out=None, *, calib=None, data=None, samples=None, sequence=None, field=None, "
         "kv=None, device=None, config=None, tokenizer=None, base=None, adapter=None, verify=True, overwrite=False, "
-        "resume=True, progress=None, memory=None, runtime=None, compute=None, workers=None, **options"
+        "resume=True, progress=None, memory=None, runtime=None, compute=None, workers=None, candidates=None, "
+        "**options"
     ),
     "calibrate": (
         "model, quant, data=None, *, kv=None, device=None, config=None, tokenizer=None, base=None, samples=None, "
-        "sequence=None, field=None, memory=None, partial=None, progress=None, compute=None, workers=None"
+        "sequence=None, field=None, memory=None, partial=None, progress=None, compute=None, workers=None, "
+        "candidates=None"
     ),
     "verify": "out, against, *, data=None, tokenizer=None, base=None, progress=None",
     "run": "out, text, *, tokens=64, chat=False, temperature=0.0, seed=0, image=None, audio=None, stream=None",
