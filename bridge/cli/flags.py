@@ -219,8 +219,7 @@ FLAGS = {
     ),
 
     # calibration and other runs of the model
-    "calib": Flag("a saved calibration"),
-    "convert.calib": Flag("a saved calibration; none: a name such as int4:best measures nothing"),
+    "calib": Flag("a saved calibration; none: a name such as int4:best measures nothing"),
     "candidates": Flag("rules that int4:best measures; default: all that are possible", metavar="RULE,RULE"),
     "distill.calib": Flag("saved calibration of the student, for --quant"),
     "inspect.calib": Flag("saved calibration, for static scales, SmoothQuant and AWQ"),

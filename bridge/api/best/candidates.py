@@ -1,4 +1,4 @@
-"""The rules of a layout that a target and a program take for a model, and what measuring them costs."""
+"""The rules of a layout that are possible here, and their cost."""
 
 from __future__ import annotations
 

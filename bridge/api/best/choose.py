@@ -1,4 +1,4 @@
-"""Take the best rule of a layout for a request: measured, of a given calibration, or without data."""
+"""Take the best rule of a layout for a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of the outputs of each matrix under several rules, in the memory of a layer."""
+"""Errors of the outputs of each matrix under several rules."""
 
 from __future__ import annotations
 

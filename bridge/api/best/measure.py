@@ -1,4 +1,7 @@
-"""Measure the rules of a layout on held-out rows: outputs of each matrix, then of the whole model."""
+"""Measure the rules of a layout on held-out rows.
+
+First the outputs of each matrix, then those of the whole model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much work measuring layers is, and the held-out rows with which it ends in reasonable time."""
+"""Bound the work of measuring layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units that hold what their codes decode to: for rules that ModelOpt has no quantizer for."""
+"""Units that hold what their written codes decode to."""
 
 from __future__ import annotations
 

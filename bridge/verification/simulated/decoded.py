@@ -1,4 +1,4 @@
-"""Decode the codes that a plan writes of a source, tensor by tensor.
+"""Decode the codes that a plan writes, tensor by tensor.
 
 Weights are encoded by the writer itself, so that the values are those of the file.
 """
