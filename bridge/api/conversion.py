@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.api.best.choose import choose_rule
 from bridge.api.request import (
     Request,
     ResolvedRequest,
@@ -38,6 +39,7 @@ from bridge.core.progress import no_progress
 from bridge.core.text import not_finite, number
 from bridge.core.version import __version__
 from bridge.quant.calibration import Calibration
+from bridge.quant.schemes.catalog import layout_of
 from bridge.reporting.report import Report, report_from_dict
 from bridge.sources.source import Source
 from bridge.streaming.context import ConversionContext, Executor
@@ -85,6 +87,11 @@ def run(request: Request, options: RunOptions) -> Report:
             f"quant={request.quant!r} measures layers in one process: make the recipe with `qbridge sensitivity` first "
             "and convert with it, or pass workers=1"
         )
+    if workers and layout_of(request.quant):
+        raise UsageError(
+            f"quant={request.quant!r} measures rules in one process: calibrate for it with workers=1 and pass that "
+            "calibration, or name a rule"
+        )
     if workers and not workers.first:
         return _join_calibration(request, workers)
     with _local_output(request) as (request, outgoing):
@@ -93,6 +100,8 @@ def run(request: Request, options: RunOptions) -> Report:
             request.progress(0, 0, "plan")
             source = request.source()
             request, recipe = _choose_scheme(source, request, clock)
+            with clock.stage("choose"):
+                request, why = choose_rule(source, request)
             resolved = resolve(source, request)
             recover(resolved.out)
             check_free(resolved.out, request.overwrite)
@@ -100,7 +109,8 @@ def run(request: Request, options: RunOptions) -> Report:
             if recipe:
                 notes = (*resolved.plan.notes, *choice_notes(recipe))
                 resolved = replace(resolved, plan=replace(resolved.plan, notes=notes))
-            decisions = _decide(resolved, recipe, options.runs, clock)
+            resolved = _noting_rule(resolved, why)
+            decisions = _decide(resolved, recipe, options.runs, clock, measured=bool(recipe or why))
             request.progress(1, 1, "plan")
         if outgoing:
             outgoing.reserve(source.side_files.get(CARD))
@@ -233,7 +243,15 @@ def _warn_of_resumed(work: Work, resolved: ResolvedRequest) -> None:
         warn(f"{work.directory}: continues an unfinished run, which has {has}; --no-resume (resume=False) starts again")
 
 
-def _decide(resolved: ResolvedRequest, recipe: str, runs: bool, clock: Clock) -> Decisions:
+def _noting_rule(resolved: ResolvedRequest, why: str) -> ResolvedRequest:
+    """With a note on why `int4:best` took this rule: now, or when the calibration was made."""
+    given, plan = resolved.calibration, resolved.plan
+    if not why and given and given.provenance.scheme == plan.scheme:
+        why = given.provenance.rule
+    return replace(resolved, plan=replace(plan, notes=(*plan.notes, why))) if why else resolved
+
+
+def _decide(resolved: ResolvedRequest, recipe: str, runs: bool, clock: Clock, measured: bool) -> Decisions:
     """Run every check that comes before writing, and decide what is run and on what."""
     request = resolved.request
     given, data, free = resolved.calibration, None, None
@@ -245,7 +263,7 @@ def _decide(resolved: ResolvedRequest, recipe: str, runs: bool, clock: Clock) ->
         data, blocks, free = _calibration_data(resolved, clock)
         runs = runs and not blocks  # the written model would be run whole
     else:
-        if not recipe:
+        if not measured:
             _warn_of_unused(request, compared)
         data = _comparison_data(resolved, clock) if compared else None
     statistics = given.digest if given else data.digest if data else ""

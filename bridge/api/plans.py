@@ -20,7 +20,7 @@ from bridge.planning.passthrough import passthrough_scheme
 from bridge.planning.plan import Plan
 from bridge.planning.registries import leave_plain, why_too_old
 from bridge.planning.structure import structure_of
-from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.catalog import layout_of, scheme_names
 from bridge.quant.schemes.group_size import with_dividing_blocks, with_group, with_zero_points
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
@@ -55,6 +55,7 @@ def plan(
     adapter: str | None = None,
     out: str | Path | None = None,
     overwrite: bool = False,
+    candidates: str | Sequence[str] | None = None,
     **options: Unpack[TargetOptions],
 ) -> Plan:
     """Plan a conversion from headers alone: every output tensor, what stays unquantized and why, memory, disk.
@@ -62,7 +63,7 @@ def plan(
     Takes the same arguments as `convert`. Reads no weight, and loads no framework if the architecture has a table. With
     `memory` it says whether a calibration takes the whole model at once or block by block, and refuses what writing
     does not fit into; with `keep`, `drop_layers` or `sparse` what `prune` would write; with `out` it refuses an output
-    that `convert` may not write, and changes nothing there.
+    that `convert` may not write, and changes nothing there. Of "int4:best" it names the rules that would be measured.
 
     Raises:
         BridgeError: UsageError, SourceError, SchemeError or PlanError; each lists all problems at once. WriteError: of
@@ -89,8 +90,8 @@ def plan(
 
         source = plan_cut(source, keep, drop_layers).outline()
     structure = structure_of(source)
-    scheme = scheme_of(quant, kv, structure, source, (group, zero_points)) or passthrough_of(quant, source)
-    made = plan_of(source, structure, target, scheme, dict(options), runtime)
+    blocks = group, zero_points
+    scheme, made = _plan_of_words(source, structure, target, quant, kv, dict(options), runtime, candidates, blocks)
     if memory is None:
         return made
     limit = byte_count(memory, "memory=")
@@ -100,6 +101,29 @@ def plan(
     from bridge.calibration.walk.budget import choice
 
     return replace(made, calibration=choice(need_of(source, structure, scheme), limit))
+
+
+def _plan_of_words(
+    source: Source, structure: Structure, target: str, quant: Any, kv: str | None, options: dict[str, Any],
+    runtime: str | None, candidates: str | Sequence[str] | None, blocks: tuple[int | None, bool],
+) -> tuple[Scheme | None, Plan]:  # fmt: skip
+    """The scheme and the plan of what a user named; of `int4:best` those of the rule that needs most."""
+    from bridge.api.best.candidates import candidates_of, check_unused
+
+    if layout_of(quant) is None:
+        check_unused(candidates, quant)
+        scheme = scheme_of(quant, kv, structure, source, blocks) or passthrough_of(quant, source)
+        return scheme, plan_of(source, structure, target, scheme, options, runtime)
+
+    def planned(one: Scheme) -> Plan:
+        return plan_of(source, structure, target, one, options, runtime)
+
+    found = candidates_of(quant, kv, structure, source, planned, candidates, blocks)
+    from bridge.calibration.walk.budget import default_tokens
+
+    scheme = found.rules[0].scheme
+    tokens = default_tokens(scheme, source.config)
+    return scheme, found.planned(source, structure, (tokens.calibrated, tokens.held_out))
 
 
 def scheme_of(

@@ -118,6 +118,8 @@ class Request:
     """What calibration runs in: "fp32", or None for the model's dtype."""
     base: Any = None
     """The model under a LoRA adapter; None takes the one that its adapter_config.json names."""
+    candidates: Any = None
+    """The rules that a name such as "int4:best" chooses from, "gptq,imatrix"; None for all."""
     adapter: str | None = None
     """What becomes of a LoRA adapter: "merge", as None, adds it to its base, and "keep" writes it too."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bridge.api import conversion
+from bridge.api.best.choose import calibrated, candidates_to_calibrate
 from bridge.api.plans import scheme_of
 from bridge.api.request import Request, data_of, data_to_compare
 from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
@@ -56,6 +57,7 @@ def calibrate(
     progress: Progress | bool | None = None,
     compute: str | None = None,
     workers: int | None = None,
+    candidates: str | Sequence[str] | None = None,
 ) -> Calibration:
     """Run the model once and return its statistics; `save()` them and use them for any target.
 
@@ -83,6 +85,8 @@ def calibrate(
         workers: processes that share the batches; all of them call this with the same arguments and get the same
             calibration. None takes all that `torchrun` started, or those of `torch.distributed`'s process group; 1 is
             this process alone.
+        candidates: the rules that a name such as "int4:best" measures, "gptq,imatrix"; None takes all that can be
+            written. The calibration is that of the best one, and says so.
 
     Raises:
         UsageError: `memory` does not hold the largest block of the model; the other workers did not come.
@@ -100,15 +104,18 @@ def calibrate(
         callback(0, 0, "calibrate")  # a tokenizer loads torch, and ModelOpt takes seconds too
         source = open_source(model, config, tokenizer, base)
         structure = structure_of(source)
-        scheme = scheme_of(quant, kv, structure, source, (group, zero_points))
+        blocks = group, zero_points
+        found = candidates_to_calibrate(quant, kv, structure, source, candidates, peers, blocks)
+        scheme = found.rules[0].scheme if found else scheme_of(quant, kv, structure, source, blocks)
         if scheme is None:
             raise UsageError("calibrate needs a scheme; pass quant='fp8', for example")
-        prepared = data_of(source, data, sampling_for(Sampling(samples, sequence, field), scheme))
+        sampling = sampling_for(Sampling(samples, sequence, field), scheme)
+        prepared = data_of(source, data, replace(sampling, default=found.samples) if found else sampling)
         run_as = source_for(source, compute)
         job = CalibrationJob(
             run_as, structure, scheme, prepared, device, callback, memory=limit, partial=kept, workers=peers
         )
-        return conversion.calibrate(job)
+        return calibrated(found, job) if found else conversion.calibrate(job)
 
 
 def fake_quantize(
@@ -161,6 +168,7 @@ def convert(
     runtime: str | None = None,
     compute: str | None = None,
     workers: int | None = None,
+    candidates: str | Sequence[str] | None = None,
     **options: Unpack[TargetOptions],
 ) -> Report:
     """Convert a model to the format that `target` loads, quantized by `quant`. A partial output is never published.
@@ -171,12 +179,13 @@ def convert(
         target: "hf", "trt", "ort", "tripy", "trtllm", "megatron", "torchtitan", or a name that an entry point adds.
         quant: a scheme name, the path of a recipe, or a `Scheme`; None converts without quantizing. "auto:4.8bits",
             "auto:7GB" or "auto:kl=0.01" measures each layer in several schemes and chooses one for each (after another
-            colon, their names: "auto:4.8bits:int4_awq,fp8"); the recipe is kept beside `out`. For a quantized source,
+            colon, their names: "auto:4.8bits:int4_awq,fp8"); the recipe is kept beside `out`. "int4:best", or "int4",
+            measures the rules of a layout on this model and takes the best. For a quantized source,
             None copies its codes, "none" dequantizes, and a scheme dequantizes and re-quantizes.
         out: the directory to write, local or at s3://, gs:// or az://, or a repository of the hub, hf://org/name, which
             is private if it is new; None names a local one after model, scheme and target.
         calib: a `Calibration`, or the path of a saved one; an importance matrix of llama-imatrix (.gguf); or what
-            `data` takes.
+            `data` takes; "none" lets "int4:best" measure nothing.
         data: what to calibrate with, as `calibrate` takes it; so `samples`, `sequence` and `field`.
         kv: None, "fp8", "int8" or "nvfp4"; "fp8_cast" or "nvfp4_cast", which need no calibration.
         group: values in a block of INT4 weights (of INT8, where the scheme has blocks): 32, 64 or 128; None takes the
@@ -201,6 +210,7 @@ def convert(
         compute: what calibration runs in, as `calibrate` takes it.
         workers: processes that share the calibration, as `calibrate` takes it; the first one writes, and all return its
             report.
+        candidates: the rules that "int4:best" measures, as `calibrate` takes them.
         options: options of the target, see `bridge.targets.<target>.Options`.
 
     Raises:
@@ -214,8 +224,8 @@ def convert(
         model, target, quant, out, calib=calib, data=data, sampling=Sampling(samples, sequence, field), kv=kv,
         device=device, config=config, tokenizer=tokenizer, verify=verify, overwrite=overwrite, resume=resume,
         progress=callback_of(progress), memory=None if memory is None else byte_count(memory, "memory="),
-        runtime=runtime, options=dict(options), compute=compute, base=base, adapter=adapter, group=group,
-        zero_points=zero_points,
+        runtime=runtime, options=dict(options), compute=compute, base=base, adapter=adapter, candidates=candidates,
+        group=group, zero_points=zero_points,
     )  # fmt: skip
     with joined(workers) as peers:
         return conversion.run(request, conversion.RunOptions(workers=peers))

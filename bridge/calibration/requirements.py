@@ -159,20 +159,27 @@ def has_bf16_instructions() -> bool:
 
 
 def flops(job: CalibrationJob) -> float:
+    """Return the FLOP of a calibration; see `flops_of`."""
+    data = job.data
+    return flops_of(job.source, job.structure, job.scheme, _tokens(data.batches), _tokens(data.held_out))
+
+
+def flops_of(source: Source, structure: Structure, scheme: Scheme, calibrated: int, held_out: int) -> float:
     """Return the FLOP of a calibration: 2 for each weight that a token meets, each token and each forward.
 
-    A token meets the experts that its router chooses. Attention and what is not a matrix are left out.
+    `calibrated`, `held_out`: tokens. A token meets the experts that its router chooses. Attention and what is not a
+    matrix are left out.
     """
-    structure, specs = job.structure, job.source.specs
-    formats = [job.scheme.format_of(site) for site in structure.sites]
+    specs = source.specs
+    formats = [scheme.format_of(site) for site in structure.sites]
     used = {form.algorithm for form in formats if isinstance(form, Format) and is_calibrated(form)}
     passes = sum(FORWARDS.get(name, 1) for name in used) or 1
-    tokens = passes * _tokens(job.data.batches) + 2 * _tokens(job.data.held_out)  # both models run on the latter
+    tokens = passes * calibrated + 2 * held_out  # both models run on the latter
     compensated = {
         s.weight for s, form in zip(structure.sites, formats, strict=True) if getattr(form, "compensated", False)
     }
     updates = sum(specs[name].size * specs[name].shape[-1] for name in compensated & {*specs})  # GPTQ's, by column
-    return 2.0 * (_active(job.source, structure) * tokens + updates)
+    return 2.0 * (_active(source, structure) * tokens + updates)
 
 
 def _active(source: Source, structure: Structure) -> float:

@@ -70,9 +70,9 @@ def _complete_runtime(begin: str) -> list[str]:
 
 
 def _complete_scheme(begin: str) -> list[str]:
-    from bridge.quant.schemes.catalog import scheme_names
+    from bridge.quant.schemes.catalog import best_names, scheme_names
 
-    return [name for name in scheme_names() if name.startswith(begin)]
+    return [name for name in (*scheme_names(), *best_names()) if name.startswith(begin)]
 
 
 def _complete_kv(begin: str) -> list[str]:
@@ -221,7 +221,8 @@ FLAGS = {
     ),
 
     # calibration and other runs of the model
-    "calib": Flag("a saved calibration"),
+    "calib": Flag("a saved calibration; none: a name such as int4:best measures nothing"),
+    "candidates": Flag("rules that int4:best measures; default: all that are possible", metavar="RULE,RULE"),
     "distill.calib": Flag("saved calibration of the student, for --quant"),
     "inspect.calib": Flag("saved calibration, for static scales, SmoothQuant and AWQ"),
     "golden.check.calib": Flag("with --model: another calibration than the golden's"),

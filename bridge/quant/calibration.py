@@ -44,6 +44,7 @@ class Provenance:
     `dtype` is the model's: statistics are taken in it and stored as float32, which represents all three dtypes exactly.
     `chosen`: why so many samples, if samples="auto" chose them. `weights`: a digest of the weights that codes were
     chosen for, `codes`: the formats that they were chosen in (`describe.chosen_words`); both "" without such codes.
+    `rule`: why this scheme, if a name such as int4:best chose it by measurement.
     """
 
     scheme: str
@@ -58,6 +59,7 @@ class Provenance:
     chosen: str = ""
     weights: str = ""
     codes: str = ""
+    rule: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class Calibration(Displayed):
         head = f"calibration of {of.architecture} for {of.scheme}: {of.samples} sequences of {of.sequence} tokens"
         modules = len({name for kind in (*_STATISTICS, *_MATRICES) for name in getattr(self, kind)})
         more = [f"samples chosen: {of.chosen}"] if of.chosen else []
+        more += [of.rule] if of.rule else []
         more += [f"{number(len(self.applied), 'policy', 'policies')} applied"] if self.applied else []
         perplexity = ""
         if (held := self.held_out) and held.source_perplexity and held.quantized_perplexity:
@@ -257,7 +260,7 @@ class Calibration(Displayed):
         return {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in arrays.items()}
 
     def _metadata(self) -> dict[str, str]:
-        optional = ("chosen", "weights", "codes")
+        optional = ("chosen", "weights", "codes", "rule")
         provenance = {name: value for name, value in asdict(self.provenance).items() if name not in optional or value}
         header: dict[str, Any] = {"provenance": provenance, "applied": [asdict(a) for a in self.applied]}
         if self.held_out:
@@ -286,7 +289,8 @@ def _parse(metadata: Mapping[str, str], arrays: Mapping[str, Any]) -> Calibratio
     said = header["provenance"]
     return Calibration(
         provenance=typed(
-            Provenance, {"chosen": "", "weights": "", "codes": "", **said} if isinstance(said, dict) else said
+            Provenance,
+            {"chosen": "", "weights": "", "codes": "", "rule": "", **said} if isinstance(said, dict) else said,
         ),
         **statistics,
         applied=typed(tuple[Applied, ...], header["applied"]),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from bridge.core.dtypes import DTYPES
-from bridge.core.values import AFFINE, BY_SIGN, EITHER, FOUR_OVER_SIX, MSE, POSITIVE, Format, Numeric
+from bridge.core.values import AFFINE, BY_SIGN, EITHER, FOUR_OVER_SIX, MAXBOUND, MSE, POSITIVE, Format, Numeric
 from bridge.quant.schemes.scheme import Scheme
 
 SEARCHED = {
@@ -53,6 +53,18 @@ def chosen_words(formats: Iterable[Format]) -> str:
         f"{f.algorithm} {numeric_words(f.weight[0])}{_SIGNS.get(f.weight[0].search, '')}" for f in formats if f.chosen
     }
     return ", ".join(sorted(words))
+
+
+def rounding_words(format_: Format, bound: float = 0.0) -> str:
+    """By which rule the codes of a weight are chosen. `bound`: see `Encoding.bound`.
+
+    >>> rounding_words(Format((Numeric("int4", "block", (128,)),)), 7.5)
+    'int4 block 128: amax / 7.5'
+    """
+    first = format_.weight[0]
+    how = first.search or f"amax / {bound or MAXBOUND.get(first.dtype, 1):g}"
+    rule = "" if format_.algorithm == "max" else f" by {format_.algorithm}"
+    return f"{numeric_words(first)}: {how}{rule}"
 
 
 def explained(words: str) -> str:

@@ -243,7 +243,7 @@ class Comparer:
         first, grid_ = self._first, (len(bits), self._blocks.shape[1])
         factors = [self._floats(part).reshape(grid_) for part in (scale, bias)]
         codes = unpacked_codes(stored, first.dtype, STREAM, self._blocks.cols)
-        found = _sums_of_values(to_float32(bits, self._dtype), affine.values(codes, *factors))
+        found = sums_of_values(to_float32(bits, self._dtype), affine.values(codes, *factors))
         again = Encoder((first,), self._dtype, bits.shape, coding=self._coding).rows(bits, 0)
         words = np.ascontiguousarray(again["codes"]).view(np.uint8)
         other = unpacked_codes(words, first.dtype, STREAM, self._blocks.cols) != codes

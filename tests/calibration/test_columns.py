@@ -157,9 +157,9 @@ def test_the_cache_is_calibrated_beside_them(model: Any) -> None:
     assert all(float(amax) > 0 for amax in (*found.k_amax.values(), *found.v_amax.values()))
 
 
-def test_what_modelopt_cannot_simulate_is_not_measured(model: Any) -> None:
+def test_a_cache_beside_what_modelopt_cannot_simulate_is_not_measured(model: Any) -> None:
     with pytest.raises(CalibrationError, match="int4:gptq cannot be measured: ModelOpt has no quantizer"):
-        bridge.sensitivity(model, "int4:gptq", data=BATCHES)
+        bridge.sensitivity(model, "int4:gptq", data=BATCHES, kv="fp8")
 
 
 @pytest.mark.parametrize(

@@ -142,10 +142,12 @@ def test_names_with_a_colon_are_schemes_in_any_case() -> None:
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("int4:best", "int4 has no rule 'best'; known: gptq, imatrix, rtn"),
+        ("int4:best", "a choice among rules .* here name the rule: int4:rtn, int4:imatrix, int4:gptq"),
+        ("int4:bets", "int4 has no rule 'bets'; .*best"),
         ("int3:rtn", "'int3' is no layout that has rules; known: int4"),
         ("int4:", "int4 has no rule ''"),
-        ("int4", "int4:gptq"),
+        ("int4", "here name the rule: .*int4:gptq"),
+        ("INT4:Best", "here name the rule: .*int4:gptq"),
     ],
 )
 def test_an_unknown_rule_names_those_that_there_are(name: str, match: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from bridge.api.request import Request, unwarned_data_of, warn_of
 from bridge.api.sensitivity.budget import parse_automatic
 from bridge.api.sensitivity.candidates import Destination
-from bridge.api.sensitivity.job import Job, automatic_job, room_for
+from bridge.api.sensitivity.job import Job, automatic_job, check_by_blocks, room_for
 from bridge.api.sensitivity.run import measured
 from bridge.calibration.data import Data
 from bridge.core.errors import UsageError, WriteError, reason
@@ -76,7 +76,9 @@ def _within(request: Request, job: Job, data: Data) -> Job:
         raise UsageError(f"{whole}, to measure divergences; give a budget of bits or bytes, as in auto:4.8bits")
     if request.memory is None:
         raise UsageError(f"{whole}, more than is free; give memory= (--memory): layers are then ranked block by block")
-    return replace(job, method="block")
+    by_blocks = replace(job, method="block")
+    check_by_blocks(by_blocks)
+    return by_blocks
 
 
 def _digest(request: Request, job: Job, data: Data) -> str:

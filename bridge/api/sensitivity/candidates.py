@@ -89,11 +89,12 @@ class Candidate:
 class Menu:
     """Candidates that one output may mix. `target` writes it.
 
-    `bytes`: by the number of a candidate, what the output holds for each unit that fits.
+    `bytes`: by the number of a candidate, what the output holds for each unit that fits. `options`: of the target.
     """
 
     target: str
     bytes: Mapping[int, Mapping[str, int]]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,12 @@ class Candidates:
     menus: tuple[Menu, ...]
     kept: tuple[Unit, ...]
     why: tuple[str, ...]
+
+    def plan(self, source: Source, structure: Structure, at: int) -> Plan:
+        """The plan that writes a candidate's units, and nothing else of `structure`, in the first menu that has it."""
+        menu, scheme = next(menu for menu in self.menus if at in menu.bytes), self.formats[at].scheme
+        assert scheme
+        return Place(source, structure, menu.target, menu.options).plan(scheme)
 
 
 def one_scheme(
@@ -146,7 +153,7 @@ def one_scheme(
         instead = part.written(fallback.bound(part.structure.sites), units)
     else:
         instead = place.unquantized(scheme, units, units)
-    menus = (Menu(place.target, {0: written, 1: instead}),)
+    menus = (Menu(place.target, {0: written, 1: instead}, place.options),)
     where = replace(destination, target=destination.target or place.target)
     formats = _formats([scheme, fallback], units, menus)
     return Candidates(where, units, formats, menus, kept, tuple(fold_problems(problems)))
@@ -180,7 +187,7 @@ def several_schemes(
         words = ["" if contract is None or contract.mixed else contract_words(scheme.format) for scheme in schemes]
         for word in dict.fromkeys(words):
             if alike := [at for at in range(last) if words[at] == word and at in written]:
-                menus.append(Menu(place.target, {at: written[at] for at in (*alike, last)}))
+                menus.append(Menu(place.target, {at: written[at] for at in (*alike, last)}, place.options))
     used = [at for at in range(last) if any(at in menu.bytes for menu in menus)]
     lost = [(schemes[at].name, why) for at in problems if at not in used for _, why in problems[at]]
     if lost and not (optional and used):

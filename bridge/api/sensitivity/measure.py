@@ -17,6 +17,8 @@ from typing import Any, cast
 from bridge.api.sensitivity.candidates import restricted
 from bridge.api.sensitivity.divergence import Divergence, Variant, mean_next_token_loss, measure
 from bridge.api.sensitivity.job import Job
+from bridge.api.sensitivity.work import rows_for_ranking
+from bridge.api.sensitivity.written import WrittenUnits
 from bridge.calibration.data import Data
 from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import FakeQuantized, copy_modules, fake_quantize, modelopt, quiet
@@ -36,12 +38,14 @@ from bridge.sources.source import Delegate, Source
 class Bench:
     """A model whose units can be turned on and off, and the data for measuring.
 
-    `copies`: one for each scheme, in the order of the candidates; the first is the one that runs.
+    `ranked`: the held-out rows for single units. `copies`: one for each scheme, in the order of the candidates; the
+    first is the one that runs. `quantized`: what ModelOpt made for that, None if written codes simulate it.
     """
 
     job: Job
     data: Data
-    quantized: FakeQuantized
+    ranked: Sequence[Mapping[str, Any]]
+    quantized: FakeQuantized | None
     copies: tuple[Toggles, ...]
     report: Progress
 
@@ -57,9 +61,9 @@ class Bench:
         modules = tuple(module for copy, units in parts for unit in units for module in copy.modules[unit])
         return Variant(partial(turned_on, self.base, parts), modules)
 
-    def measure(self, variants: Sequence[Variant]) -> Divergence:
+    def measure(self, variants: Sequence[Variant], ranking: bool = False) -> Divergence:
         """Divergence of each variant from the unquantized model."""
-        return measure(self.base.model, variants, self.data.held_out, self.report)
+        return measure(self.base.model, variants, self.ranked if ranking else self.data.held_out, self.report)
 
     def divergence(self, formats: Mapping[str, int]) -> float:
         """Divergence of the whole model with each unit in its candidate, KV cache included."""
@@ -75,7 +79,8 @@ class Costs:
     """Costs of units by name and number of the candidate, and of everything in each scheme, KV cache included.
 
     ModelOpt's scores are not in nats; `whole` and `cache` (of the KV cache alone) are, unless they are block errors.
-    `cosines`: of the outputs of blocks, by unit and candidate.
+    `cosines`: of the outputs of blocks, by unit and candidate. `ranked`: tokens that single units are measured on, 0
+    for all.
     """
 
     alone: Mapping[tuple[str, int], float]
@@ -84,15 +89,24 @@ class Costs:
     tokens: int
     held: int
     cosines: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    ranked: int = 0
 
 
 def make_bench(job: Job, data: Data, device: str | None, report: Progress) -> Bench:
     """Calibrate every scheme on the same model."""
     calibrations = _calibrations(job, replace(data, held_out=()), device, report)
     source = cast("Source", _Loaded(job.source))
-    made = [fake_quantize(replace(one, source=source)) for one in calibrations]
-    copies = tuple(Toggles(q.model, q.plain.get_submodule, q.bindings, q.attention, job.modules) for q in made)
-    return Bench(job, data, made[0], copies, report)
+    copies: list[Toggles] = []
+    first: FakeQuantized | None = None
+    for at, one in enumerate(calibrations):
+        one = replace(one, source=source)
+        if one.scheme.not_simulated:
+            copies.append(WrittenUnits(one, job.candidates.plan(job.source, one.structure, at), job.modules))
+            continue
+        made = fake_quantize(one)
+        first = first or (None if at else made)
+        copies.append(Toggles(made.model, made.plain.get_submodule, made.bindings, made.attention, job.modules))
+    return Bench(job, data, rows_for_ranking(job, data.held_out, device), first, tuple(copies), report)
 
 
 def _calibrations(job: Job, data: Data, device: str | None, report: Progress) -> list[CalibrationJob]:
@@ -120,17 +134,25 @@ def costs(bench: Bench) -> Costs:
     wholes = [dict.fromkeys(candidate.bytes, at) | bench.cache for at, candidate in enumerate(formats)]
     singles = pairs if bench.job.method == "kl" else []
     cached = [bench.cache] if bench.cache else []
-    asked = [*wholes, *cached, *({unit: at} for unit, at in singles)]
+    alone: list[Mapping[str, int]] = [{unit: at} for unit, at in singles]
+    fewer = bool(alone) and bench.ranked is not bench.data.held_out
+    asked = [*wholes, *cached, *([] if fewer else alone)]
     divergence = bench.measure([bench.variant(formats_) for formats_ in asked])
     nats = list(divergence.nats)
     whole, rest = nats[: len(wholes)], nats[len(wholes) :]
     scores = rest[len(cached) :]
+    ranked = 0
+    if fewer:
+        of_alone = bench.measure([bench.variant(formats_) for formats_ in alone], ranking=True)
+        scores, ranked = list(of_alone.nats), of_alone.tokens
     if bench.job.method == "modelopt":
         modules = [bench.base.modules[name] for name, _ in pairs]
         bench.report(0, 0, "score layers")
+        assert bench.quantized, "other schemes are refused"
         scores = gradient_scores(bench.quantized, modules, bench.data.batches)
-    alone = dict(zip(pairs, scores, strict=True))
-    return Costs(alone, tuple(whole), rest[0] if cached else None, divergence.tokens, divergence.held)
+    costs_alone = dict(zip(pairs, scores, strict=True))
+    cache = rest[0] if cached else None
+    return Costs(costs_alone, tuple(whole), cache, divergence.tokens, divergence.held, ranked=ranked)
 
 
 def block_costs(job: Job, data: Data, device: str | None, report: Progress, ahead: bool) -> Costs:

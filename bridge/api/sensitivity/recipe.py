@@ -13,6 +13,8 @@ from bridge.api.sensitivity.candidates import Destination
 from bridge.api.sensitivity.units import Unit, globs
 from bridge.core.errors import UsageError
 from bridge.core.values import Structure
+from bridge.planning.plan import Plan
+from bridge.quant.schemes.catalog import RULE
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.source import Source
@@ -21,7 +23,7 @@ from bridge.sources.source import Source
 def recipe_base(quant: str | Path | Scheme, kv: str | None) -> str:
     """The recipe of `quant` and `kv` without new rules; UsageError if no recipe can start from `quant`."""
     scheme = load_scheme(quant)
-    name = scheme.name if scheme.name.isidentifier() and not scheme.rules else ""
+    name = scheme.name if scheme.name.replace(RULE, "_").isidentifier() and not scheme.rules else ""
     if name and _is_named(scheme):
         return f"base = {json.dumps(name)}\n" + (f"kv   = {json.dumps(kv)}\n" if kv else "")
     path = Path(scheme.origin)
@@ -53,13 +55,14 @@ def recipe(
     return text
 
 
-def check_recipe(source: Source, structure: Structure, destination: Destination, text: str) -> None:
+def check_recipe(source: Source, structure: Structure, destination: Destination, text: str) -> Plan:
     """Plan the recipe; PlanError or SchemeError if its conversion would be refused."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "recipe.toml"
         path.write_text(text, encoding="utf-8")
         scheme = plans.scheme_of(path, None, structure, source)
-    plans.plan_of(source, structure, destination.target, scheme, dict(destination.options), destination.runtime)
+    options = dict(destination.options)
+    return plans.plan_of(source, structure, destination.target, scheme, options, destination.runtime)
 
 
 def _is_named(scheme: Scheme) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -11,15 +12,16 @@ from bridge.api import request
 from bridge.api.sensitivity.candidates import Destination
 from bridge.api.sensitivity.choose import Divergence, Pick, choose
 from bridge.api.sensitivity.divergence import has_head
-from bridge.api.sensitivity.job import Job, Question, make_job, room_for
+from bridge.api.sensitivity.job import Job, Question, in_float32, make_job, room_for
 from bridge.api.sensitivity.measure import Costs, block_costs, costs, make_bench
 from bridge.api.sensitivity.recipe import check_recipe, recipe, recipe_base
 from bridge.api.sensitivity.result import METHODS, NATS, Choice, InFormat, Layer, Sensitivity, Whole
-from bridge.api.sensitivity.units import Unit
+from bridge.api.sensitivity.units import Unit, written_bytes
+from bridge.api.sensitivity.work import rows_for_ranking, tell_time
 from bridge.api.words import TargetOptions
 from bridge.calibration.data import AUTO, Data, Sampling
 from bridge.calibration.modelopt import PACKAGES
-from bridge.core.errors import CalibrationError, UsageError
+from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeError, UsageError, warn
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.text import byte_count, size
@@ -101,7 +103,9 @@ def measured(job: Job, data: Data, device: str | None, progress: Progress, memor
     """Run a job."""
     if not data.held_out:
         raise CalibrationError(f"nothing was held out to measure on: {data.missing or 'give more data'}")
+    _check_mixture(job)
     room, unmeasured = room_for(job, data, memory, device), ""
+    original, job = job, in_float32(job, data, memory, device)
     divergence: Divergence | None = None
     if job.method == "block":
         found = block_costs(job, data, device, progress, room.ahead)
@@ -112,9 +116,28 @@ def measured(job: Job, data: Data, device: str | None, progress: Progress, memor
         else:
             divergence = _of_the_whole(job, data, device, progress)
     else:
+        if job.method == "kl":
+            tell_time(job, rows_for_ranking(job, data.held_out, device), device)
         bench = make_bench(job, data, device, progress)
         found, divergence = costs(bench), bench.divergence
-    pick, choice = choose(job, found, divergence) if job.budget else (None, None)
+    job, notes = original, _notes(original, unmeasured if original.budget else "")
+    if found.ranked:
+        notes = (*notes, f"single layers were measured on {found.ranked:,} of {found.tokens:,} tokens, to end sooner")
+    result = _result(job, data, found, notes)
+    if not job.budget:
+        return result
+    try:
+        pick, choice = choose(job, found, divergence)
+        recipe, choice = _recipe(job, pick, choice, found.tokens)
+    except BridgeError:  # what was measured is not lost
+        head, rows = result.table()
+        warn("\n  ".join(["the layers were ranked, and no recipe came of it:", *map("  ".join, [head, *rows])]))
+        raise
+    return replace(result, choice=choice, recipe=recipe)
+
+
+def _result(job: Job, data: Data, found: Costs, notes: tuple[str, ...]) -> Sensitivity:
+    """The ranking, without a choice."""
     return Sensitivity(
         architecture=job.structure.architecture,
         schemes=job.named,
@@ -129,9 +152,9 @@ def measured(job: Job, data: Data, device: str | None, progress: Progress, memor
         data_digest=data.digest,
         held=found.held,
         versions=versions_of(PACKAGES),
-        choice=choice,
-        recipe=_recipe(job, pick, choice, found.tokens) if pick and choice else "",
-        notes=_notes(job, unmeasured if choice else ""),
+        choice=None,
+        recipe="",
+        notes=notes,
     )
 
 
@@ -162,7 +185,33 @@ def _wholes(job: Job, found: Costs) -> tuple[Whole, ...]:
     )
 
 
-def _recipe(job: Job, pick: Pick, choice: Choice, tokens: int) -> str:
+def _recipe(job: Job, pick: Pick, choice: Choice, tokens: int) -> tuple[str, Choice]:
+    """The recipe of a choice, planned; and the choice with the bytes that the recipe's file has."""
+    text = _text(job, pick, choice, tokens)
+    plan = check_recipe(job.source, job.structure, job.candidates.destination, text)
+    nbytes = sum(written_bytes(plan, job.structure, job.units).values())
+    held = replace(choice, bits=job.bits(nbytes), bytes=nbytes + job.rest)
+    return _text(job, pick, held, tokens), held
+
+
+def _check_mixture(job: Job) -> None:
+    """Plan a recipe that mixes all schemes; PlanError or SchemeError if none of the outputs may mix them."""
+    error: BridgeError | None = None
+    names = [candidate.name for candidate in job.candidates.formats]
+    for menu in job.candidates.menus if job.several and job.budget else ():
+        fits = {unit.name: [at for at in menu.bytes if unit.name in menu.bytes[at]] for unit in job.units}
+        formats = {name: ats[turn % len(ats)] for turn, (name, ats) in enumerate(fits.items()) if ats}
+        choice = Choice("", {name: names[at] for name, at in formats.items()}, 0.0, 0, 0.0, None, 0)
+        try:
+            _recipe(job, Pick(formats, 0.0, 0), choice, 0)
+            return
+        except (PlanError, SchemeError) as cause:
+            error = cause
+    if error:
+        raise error
+
+
+def _text(job: Job, pick: Pick, choice: Choice, tokens: int) -> str:
     """The recipe of a choice; with several schemes, it starts from the one that most weights get."""
     kept, formats = job.candidates.kept, [candidate.name for candidate in job.candidates.formats]
     comment = [
@@ -188,9 +237,7 @@ def _recipe(job: Job, pick: Pick, choice: Choice, tokens: int) -> str:
         for at, name in enumerate(formats)
         if at != first
     ]
-    text = recipe(base, comment, rules, [site.module for site in job.structure.sites])
-    check_recipe(job.source, job.structure, job.candidates.destination, text)
-    return text
+    return recipe(base, comment, rules, [site.module for site in job.structure.sites])
 
 
 def _notes(job: Job, unmeasured: str) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ class Toggles:
     ) -> None:
         """`model`: the copy. `plain`: a live name -> the module with its original weight. `units`: checkpoint names."""
         self.model = model
-        self.modules = _modules(bindings, units)
+        self.modules = modules_of(bindings, units)
         at = {module: unit for unit, modules in self.modules.items() for module in modules}
         quantizers: dict[str, dict[str, None]] = {unit: {} for unit in self.modules}
         for binding in bindings:
@@ -85,7 +85,8 @@ def own_weights(fake: Any, modules: Collection[str]) -> None:
             module.weight = torch.nn.Parameter(module.weight.detach().clone(), requires_grad=False)
 
 
-def _modules(bindings: Sequence[QuantizerBinding], units: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+def modules_of(bindings: Sequence[QuantizerBinding], units: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """The live modules of each unit; CalibrationError if two units have one module of the model in memory."""
     owner = {module: unit for unit, modules in units.items() for module in modules}
     at: dict[str, str] = {}
     for binding in bindings:

@@ -35,6 +35,8 @@ from bridge.quant.schemes.scheme import Scheme
 CLIPPED = ("int4", "block", "", 1)
 RULE = ":"  # between a layout and a rule
 IMPORTANCE = "imatrix"  # the rule that every file type of llama.cpp has
+BEST = "best"  # in place of a rule: the one with the least loss on the model itself
+WITHOUT_DATA = "best_without_data"  # the key of a layout's file that names its best rule among those without data
 KEYS = {
     "summary", "aliases", "algorithm", "needs_cuda", "rounding",
     "weight", "input", "options", "parity", "policy", "only", "file_type",
@@ -60,6 +62,34 @@ def is_scheme_name(name: str) -> bool:
     return name in scheme_names() or name in preset_names()
 
 
+def best_names() -> list[str]:
+    """Names that ask for the best rule of a layout, `int4:best`."""
+    return [f"{path.stem}{RULE}{BEST}" for path in table_files("rules")]
+
+
+def layout_of(quant: object) -> Path | None:
+    """The file of the layout whose best rule `quant` asks for, in any case; None if it asks for something else.
+
+    A layout's name alone asks for it too, if no scheme has that name.
+    """
+    if not isinstance(quant, str) or quant.endswith(".toml") or "/" in quant or is_preset(quant):
+        return None
+    layout, colon, rule = quant.lower().partition(RULE)
+    if rule != BEST and (colon or find_table_file("schemes", layout) or layout in _aliases()):
+        return None
+    return find_table_file("rules", layout)
+
+
+def without_data(path: Path) -> str:
+    """The name of a layout's best rule among those that need no data; SchemeError if its file names none."""
+    rule = read_toml(path).get(WITHOUT_DATA)
+    if rule not in rules_of(path):
+        raise SchemeError(f"{shown(path)}: {WITHOUT_DATA} = {rule!r}; {nearest(str(rule), rules_of(path))}")
+    if read_rule(path, str(rule)).needs_calibration:
+        raise SchemeError(f"{shown(path)}: {WITHOUT_DATA} = {rule!r}, which is calibrated; name a rule without data")
+    return f"{path.stem}{RULE}{rule}"
+
+
 def kv_names() -> list[str]:
     """Values that `kv=` accepts."""
     return sorted(read_toml(mappings() / "schemes" / "kv.toml"))
@@ -80,15 +110,18 @@ def named_scheme(name: str) -> Scheme:
     for word in dict.fromkeys((name, name.lower())):
         if word != "kv" and (path := find_table_file("schemes", word)):
             return read_scheme(path)
-    word = name.lower()
+    word, aliases = name.lower(), _aliases()
     if is_preset(name):
         title, words = preset_words(name)
         return _preset(title, words) if words else named_scheme(title)
+    if path := layout_of(name):
+        rules = ", ".join(f"{path.stem}{RULE}{rule}" for rule in rules_of(path))
+        raise UsageError(
+            f"quant={name!r} is a choice among rules that are measured on the whole model, which convert, plan and "
+            f"calibrate make; here name the rule: {rules}"
+        )
     if RULE in word:
         return _by_rule(name, *word.split(RULE, 1))
-    aliases: dict[str, Path] = {}
-    for file in table_files("schemes"):
-        aliases |= {alias: file for alias in read_toml(file).get("aliases", [])}
     if word in aliases:
         return read_scheme(aliases[word])
     if preset := hint_of(name):
@@ -115,6 +148,10 @@ def _ours(word: str) -> str:
     return f"; here {answer}" if answer else ""
 
 
+def _aliases() -> dict[str, Path]:
+    return {alias: file for file in table_files("schemes") for alias in read_toml(file).get("aliases", [])}
+
+
 def elsewhere(word: str) -> str:
     """What to do about another tool's name for a scheme, by `mappings/elsewhere.toml`; "" for an unknown word."""
     rows = read_toml(mappings() / "elsewhere.toml")["row"]
@@ -131,7 +168,7 @@ def _by_rule(name: str, layout: str, rule: str) -> Scheme:
         known = [file.stem for file in table_files("rules")]
         raise UsageError(f"quant={name!r}: {layout!r} is no layout that has rules; {nearest(layout, known)}")
     if rule not in rules_of(path):
-        raise UsageError(f"quant={name!r}: {layout} has no rule {rule!r}; {nearest(rule, rules_of(path))}")
+        raise UsageError(f"quant={name!r}: {layout} has no rule {rule!r}; {nearest(rule, [*rules_of(path), BEST])}")
     return read_rule(path, rule)
 
 
@@ -145,6 +182,7 @@ def read_rule(path: Path, rule: str) -> Scheme:
     """Parse a rule in a file of `mappings/rules`: what it says, and what the layout says."""
     words, where = read_toml(path), shown(path)
     own = words.pop("rule")[rule]
+    words.pop(WITHOUT_DATA, None)
     if "search" in own and isinstance(words.get("weight"), list):
         words["weight"] = [{**weight, "search": own["search"]} for weight in words["weight"]]
     own = {key: value for key, value in own.items() if key != "search"}

@@ -8,7 +8,15 @@ from pathlib import Path
 from bridge.core.addresses import check_local
 from bridge.core.errors import SchemeError, UsageError
 from bridge.core.mappings import mappings, shown, table_files
-from bridge.quant.schemes.catalog import kv_names, kv_numeric, named_scheme, read_rule, read_scheme, rules_of
+from bridge.quant.schemes.catalog import (
+    kv_names,
+    kv_numeric,
+    named_scheme,
+    read_rule,
+    read_scheme,
+    rules_of,
+    without_data,
+)
 from bridge.quant.schemes.grammar import read_toml
 from bridge.quant.schemes.presets import check_presets
 from bridge.quant.schemes.scheme import Scheme
@@ -34,6 +42,7 @@ def check_schemes() -> list[str]:
         try:
             for rule in rules_of(path):
                 read_rule(path, rule)
+            without_data(path)
         except SchemeError as error:
             problems.append(str(error))
     problems += check_presets()

@@ -19,7 +19,7 @@ from bridge.core.progress import BYTES, Progress, no_progress
 from bridge.core.text import pattern
 from bridge.core.values import TensorSpec
 from bridge.planning.plan import Output, Plan, Step
-from bridge.quant.describe import format_name
+from bridge.quant.describe import format_name, rounding_words
 from bridge.streaming.rows import in_threads
 from bridge.streaming.written import open_written
 from bridge.tables.architectures.arch import load_arch
@@ -60,7 +60,10 @@ class SnapshotReader:
         }
         samples = {key: digest.sample for key, digest in digests.items()}
         plan = self.plan
-        made = Made(plan.target, plan.architecture, plan.scheme, plan.scheme_digest, plan.digest, plan.options)
+        words = sorted({rounding_words(step.format, step.coding.bound) for step in plan.quantized if step.format})
+        made = Made(
+            plan.target, plan.architecture, plan.scheme, plan.scheme_digest, plan.digest, plan.options, "; ".join(words)
+        )
         return Snapshot(made, tensors, self._file_hashes(), {id_: origin for origin, id_ in ids.items()}, samples)
 
     def statistics(self, keys: Iterable[Key]) -> dict[Key, Statistics]:

@@ -121,6 +121,8 @@ class Made:
     scheme_digest: str
     plan_digest: str
     options: dict[str, Any]
+    rounding: str = ""
+    """The rules by which codes are chosen, as `describe.rounding_words` names them; "" in older goldens."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,7 @@ def _load(directory: Path) -> Golden:
     tensors = {tensor.key: tensor for tensor in _each(texts, "tensors.jsonl", _tensor)}
     origins = {origin.id: origin for origin in _each(texts, "origins.jsonl", _origin)}
     files = {file.name: file for file in _each(texts, "files.jsonl", lambda row: typed(File, row))}
-    made = typed(Made, {name: head[name] for name in Made.__match_args__})
+    made = typed(Made, {"rounding": "", **{name: head[name] for name in Made.__match_args__ if name in head}})
     values = SafetensorsFile(directory / VALUES)
     snapshot = Snapshot(made, tensors, files, origins, _samples(tensors, values))
     rerun = typed(Rerun, head["rerun"])

@@ -21,7 +21,7 @@ from bridge.core.formats.safetensors import SafetensorsFile, file_bytes, read_he
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.targets.onnx.run import layer_error
 from bridge.workflows.golden import reference_run
-from bridge.workflows.golden.differences import Differences, compare_outputs, lines
+from bridge.workflows.golden.differences import Differences, compare, compare_outputs, lines
 from bridge.workflows.golden.reconvert import arguments
 from bridge.workflows.golden.store import Reference, load
 from tests.models.golden_made import LLAMA, Q, calibration, changed, converted_made, written
@@ -399,3 +399,12 @@ def test_a_matrix_that_reads_an_input_of_the_model_is_recorded(tmp_path: Path, m
 def test_the_old_name_of_differences_warns() -> None:
     with pytest.warns(DeprecationWarning, match=r"is now bridge\.golden\.Differences"):
         assert bridge.golden.Moved is Differences
+
+
+def test_a_changed_rounding_is_named_where_both_goldens_tell_theirs(golden: Path) -> None:
+    before = load(golden).snapshot
+    assert before.made.rounding == "int8 channel: amax / 127"
+    after = replace(before, made=replace(before.made, rounding="int8 channel: amax / 127.5"))
+    (move,) = compare(before, after, dict, dict)
+    assert move.text == "rounding int8 channel: amax / 127 -> int8 channel: amax / 127.5"
+    assert not compare(replace(before, made=replace(before.made, rounding="")), after, dict, dict)
