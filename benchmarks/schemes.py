@@ -61,6 +61,7 @@ from bridge.sources.source import Source
 from bridge.streaming.written import OutputReader
 from bridge.tables.expressions.regions import reordered
 from bridge.targets.hf.runtime import Rebuilt
+from bridge.targets.hf.spelling import spelling
 from bridge.targets.manifest import load_manifest
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "models"
@@ -206,7 +207,7 @@ def measure(bench: Bench, name: str) -> Cost:
     """Calibrate, convert, read back and run one scheme."""
     scheme = load_scheme(name)
     target = "gguf" if name.startswith("q") else "hf"  # llama.cpp's names of its blocks
-    options = {"format": "compressed-tensors"} if ":" in name else {}  # scales of either sign
+    options = {"format": "compressed-tensors"} if target == "hf" and _only_compressed(name, scheme) else {}
     try:
         plan = bridge.plan(bench.path, target, name, **options)
     except BridgeError as error:
@@ -236,13 +237,18 @@ def measure(bench: Bench, name: str) -> Cost:
     return replace(found, bits=_bits(plan, bench), seconds=took + writing)
 
 
+def _only_compressed(name: str, scheme: Scheme) -> bool:
+    """Whether ModelOpt's layout is none of the scheme's: it has no such format, or no scales of either sign."""
+    return ":" in name or bool(spelling("modelopt").why_unsupported(scheme.format))
+
+
 def _reason(text: str) -> str:
     if "matches no weight" in text:
         return "it quantizes no module of this model"
     if "is no multiple of" in text:
         return "rows of this model are no multiple of its blocks"
     if "compressed-tensors has only Linear" in text:
-        return "Conv1D has no layout with scales of either sign"
+        return "compressed-tensors has no Conv1D"
     if "has no layout for" in text:
         return "GGUF has no layout for this model"
     raise ValueError(f"an unknown reason not to measure: {text}")

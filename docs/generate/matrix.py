@@ -93,6 +93,8 @@ def cell(scheme: Scheme, target: Target) -> str:
     for entry in dataclasses.fields(plain):
         if entry.default is False and _fits(scheme, target, dataclasses.replace(plain, **{entry.name: True})):
             return f"`--{entry.name.replace('_', '-')}`"
+    if target.name == "hf" and _fits(scheme, target, dataclasses.replace(plain, format="compressed-tensors")):
+        return "`--format compressed-tensors`"
     return "no"
 
 

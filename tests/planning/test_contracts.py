@@ -195,7 +195,7 @@ def test_schemes_are_offered_that_the_architecture_is_loaded_in() -> None:
         SchemeError, match="reads no weights in fp8 per block of 128x128 with unquantized inputs in Llama"
     ) as raised:
         bridge.plan(TINY, "hf", "fp8_block", runtime="sglang")
-    assert "fp8_block" not in str(raised.value).rpartition("schemes that it loads")[2]
+    assert "fp8_block," not in str(raised.value).rpartition("schemes that it loads")[2]
 
 
 def test_a_kv_cache_and_a_mix_need_to_be_named(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def every_evidence() -> Iterator[Evidence]:
 @pytest.mark.parametrize("program", ["vllm", "sglang", "edgellm", "edgellm-builder"])
 def test_a_row_that_a_run_shows_has_a_cell_that_runs_it(program: str) -> None:
     cells = importlib.import_module(f"tests.targets.hf.test_{program.partition('-')[0]}")
-    known = [*cells.SERVED, *([cells.DEEPSEEK] if program == "sglang" else [])]
+    known = [*cells.SERVED, *(cells.DEEPSEEK if program == "sglang" else [])]
     served = {(cell.format, words(cell.scheme)) for cell in known}
     for contract in load_runtime(program).contracts:
         rows = {(contract.options["format"], key) for key, row in contract.loads.items() if row.evidence.how == "run"}

@@ -27,19 +27,19 @@ from bridge.targets.hf.compressed_tensors import quantization_config  # noqa: E4
 from tests.oracles import compressed_oracle, export_oracle, llm_compressor_golden  # noqa: E402
 
 BASE = load_scheme("int8_wo")
-FP8_BLOCK = load_scheme("fp8_block")
 # llm-compressor's preset -> our scheme; where only llm-compressor has a name for it, the scheme is spelled out
 SCHEMES: dict[str, Scheme] = {
     "FP8": load_scheme("fp8"),
     "FP8_DYNAMIC": load_scheme("fp8_pc_pt"),
-    "FP8_BLOCK": dataclasses.replace(FP8_BLOCK, input=Numeric("float8_e4m3fn", "block", (128,), dynamic=True)),
-    "W8A8": dataclasses.replace(BASE, name="w8a8", input=Numeric("int8", "token", dynamic=True)),
+    "FP8_BLOCK": load_scheme("fp8_block_dynamic"),
+    "W8A8": load_scheme("int8_pc_pt"),
     "W8A16": dataclasses.replace(BASE, name="w8a16", weight=(Numeric("int8", "block", (128,)),)),
     "W4A16": load_scheme("int4_wo"),
+    "W4AFP8": load_scheme("w4a8_fp8"),
     "NVFP4A16": load_scheme("nvfp4_wo"),
     "NVFP4": load_scheme("nvfp4"),
 }
-MX = {"MXFP8": load_scheme("mxfp8"), "MXFP4A16": load_scheme("mxfp4_wo")}
+MX = {"MXFP8": load_scheme("mxfp8"), "MXFP4": load_scheme("mxfp4"), "MXFP4A16": load_scheme("mxfp4_wo")}
 STATIC = ("FP8", "NVFP4")
 IDS = torch.randint(0, 80, (2, 24), generator=torch.Generator().manual_seed(1))
 PROVENANCE = Provenance("", "", "", "", "", "", 0, 0)

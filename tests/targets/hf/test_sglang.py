@@ -57,6 +57,8 @@ CELLS = (
     Cell("fp8"),
     Cell("fp8", "compressed-tensors"),
     Cell("fp8_pc_pt", "compressed-tensors"),
+    Cell("fp8_block_dynamic", "compressed-tensors"),
+    Cell("int8_pc_pt", "compressed-tensors", experts="implemented only for NPU"),
     Cell("nvfp4"),
     Cell("nvfp4_awq"),
     Cell("nvfp4_awq", "compressed-tensors", experts=OF_BLACKWELL),
@@ -71,13 +73,14 @@ CELLS = (
     Cell("fp8_block", refused=OF_A_SCHEME),
     *(Cell(s, refused=OF_A_SCHEME) for s in ("int8", "int8_sq", "int8_wo", "int4_wo", "int4_awq", "w4a8_awq")),
     Cell("mxfp4_wo", refused="ModelOpt currently only supports: FP8, NVFP4"),
-    *(Cell(s, "compressed-tensors", refused=NO_SCHEME) for s in ("fp8_block", "mxfp8", "mxfp4_wo")),
+    *(Cell(s, "compressed-tensors", refused=NO_SCHEME) for s in ("fp8_block", "mxfp8", "mxfp4", "mxfp4_wo")),
+    Cell("w4a8_fp8", "compressed-tensors", refused=NO_SCHEME),
     # One input scale has one element, and the second of the fused matrices none.
     *(Cell(s, "compressed-tensors", refused="index 1 is out of bounds") for s in ("int8", "int8_sq")),
 )
 SERVED = [cell for cell in CELLS if not cell.refused]
 REFUSED = [cell for cell in CELLS if cell.refused]
-DEEPSEEK, MXFP8 = Cell("fp8_block", "deepseek"), Cell("mxfp8")
+DEEPSEEK, MXFP8 = [Cell(scheme, "deepseek") for scheme in ("fp8_block", "fp8_block_dynamic")], Cell("mxfp8")
 
 
 @pytest.fixture(autouse=True)
@@ -190,16 +193,17 @@ def test_requantize_with_max_scale_changes_no_code(format_: str, tmp_path: Path)
     assert sum(own.changed.values()) > 400_000, "of 917,504, where q, k and v have a scale each"
 
 
-def test_tiles_are_read_by_qwen3_and_lost_by_llama(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cell", DEEPSEEK, ids=str)
+def test_tiles_are_read_by_qwen3_and_lost_by_llama(cell: Cell, tmp_path: Path) -> None:
     """models/llama.py renames `weight_scale_inv`, finds no such parameter and goes on with a warning."""
-    directory = write("qwen3", DEEPSEEK, tmp_path / "qwen3")
+    directory = write("qwen3", cell, tmp_path / "qwen3")
     answer = ask("qwen3", directory)
     assert (answer.error, answer.unread, answer.missing()) == ("", (), [])
     assert off(directory, answer) <= ROUNDING
-    lost = ask("llama", write("llama", DEEPSEEK, tmp_path / "llama"))
+    lost = ask("llama", write("llama", cell, tmp_path / "llama"))
     assert len(lost.unread) == 14 and all(name.endswith("weight_scale_inv") for name in lost.unread)
     for family, how in (("qwen3", "run"), ("llama", "no")):
-        plan = bridge.plan(export_oracle.source(family, "fp32"), "hf", "fp8_block", format="deepseek")
+        plan = bridge.plan(export_oracle.source(family, "fp32"), "hf", cell.scheme, format="deepseek")
         assert verdict(load_runtime("sglang"), plan).how == how
 
 
