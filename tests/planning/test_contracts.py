@@ -206,6 +206,20 @@ def test_a_kv_cache_and_a_mix_need_to_be_named(tmp_path: Path) -> None:
     assert "reads one format for all modules there" in answer.why_not
 
 
+def test_a_scheme_of_ones_own_is_judged_by_its_numerics(tmp_path: Path) -> None:
+    """No name is looked at: what vLLM loads of these numerics, it loads of this file."""
+    text = (
+        (mappings() / "schemes" / "int8_wo.toml").read_text().replace('aliases   = ["int8-weight-only", "w8a16"]', "")
+    )
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace('per   = "channel"', 'per   = "block"\nblock = [64]'))
+    answer = verdict(load_runtime("vllm"), bridge.plan(TINY, "hf", path, format="compressed-tensors"))
+    assert (answer.how, answer.why_not) == ("run", "")
+    path.write_text(text.replace('per   = "channel"', 'per   = "block"\nblock = [16]'))
+    answer = verdict(load_runtime("vllm"), bridge.plan(TINY, "hf", path, format="compressed-tensors"))
+    assert "loads no weights in int8 per block of 16" in answer.why_not  # of Marlin's groups: 32, 64, 128, a row
+
+
 def test_other_flags_of_the_same_program_are_named() -> None:
     answer = verdict(load_runtime("vllm"), bridge.plan(TINY, "hf", "int4_wo"))
     assert answer.how == "no" and answer.instead == "--format compressed-tensors"

@@ -21,9 +21,11 @@ import bridge
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from bridge.quant.calibration import Calibration, Provenance
+from bridge.quant.schemes.scheme import Scheme
 from bridge.targets.hf.runtime import Runtime
 from bridge.targets.manifest import load_manifest
 from tests.covering import grid
+from tests.models import own_schemes
 from tests.models.export_families import tokens
 from tests.oracles import export_oracle, sglang_oracle
 from tests.oracles.vllm_oracle import Answer
@@ -40,13 +42,13 @@ NO_SCHEME = "No compressed-tensors compatible scheme was found"
 class Cell:
     """A scheme in a format, and how SGLang refuses it: any model, or one with experts."""
 
-    scheme: str
+    scheme: str | Scheme
     format: str = "modelopt"
     refused: str = ""
     experts: str = ""
 
     def __str__(self) -> str:
-        return f"{self.scheme}-{self.format}"
+        return f"{self.scheme if isinstance(self.scheme, str) else self.scheme.name}-{self.format}"
 
     def refusal(self, family: str) -> str:
         return self.refused or (self.experts if family == "mixtral" else "")
@@ -78,6 +80,13 @@ CELLS = (
     # One input scale has one element, and the second of the fused matrices none.
     *(Cell(s, "compressed-tensors", refused="index 1 is out of bounds") for s in ("int8", "int8_sq")),
 )
+CELLS += (  # schemes of one's own
+    *(Cell(own, "compressed-tensors") for own in (*own_schemes.INT4, *own_schemes.INT8)),
+    *(Cell(own, "gptq") for own in own_schemes.INT4),
+    *(Cell(own, "awq") for own in own_schemes.INT4[1:]),
+    *(Cell(own, "compressed-tensors", experts="'num_bits'") for own in (own_schemes.CHANNELS, own_schemes.TENSORS)),
+    *(Cell(own, "compressed-tensors", experts="^AssertionError") for own in (own_schemes.STATIC, own_schemes.TOKENS)),
+)
 SERVED = [cell for cell in CELLS if not cell.refused]
 REFUSED = [cell for cell in CELLS if cell.refused]
 DEEPSEEK, MXFP8 = [Cell(scheme, "deepseek") for scheme in ("fp8_block", "fp8_block_dynamic")], Cell("mxfp8")
@@ -100,7 +109,7 @@ def calibration(family: str) -> Calibration:
 
 def write(family: str, cell: Cell, out: Path, **options: Any) -> Path:
     """The checkpoint that SGLang gets, from float32 weights, so that nothing but the scheme rounds."""
-    calib: Any = calibration(family) if cell.scheme in ("fp8", "nvfp4") else None
+    calib: Any = calibration(family) if cell.scheme in ("fp8", "nvfp4", own_schemes.STATIC) else None
     if cell.scheme in ("int4_awq", "int8", "int8_sq", "nvfp4_awq", "w4a8_awq"):
         calib = [*tokens(), tokens()[0]]  # the last is held out
     options |= {"format": cell.format, "verify": False, "progress": False}

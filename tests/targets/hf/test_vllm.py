@@ -22,11 +22,14 @@ from safetensors.torch import load_file, save_file
 import bridge
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
+from bridge.quant.describe import numeric_words
+from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.loading import loadings
 from bridge.targets.hf.runtime import Runtime
 from bridge.targets.manifest import load_manifest
 from tests.covering import grid
-from tests.models import draft_families, served_checkpoints
+from tests.models import draft_families, own_schemes, served_checkpoints
 from tests.models.export_families import EXPERT_FAMILIES, GQA, tokens
 from tests.oracles import export_oracle, vllm_oracle
 from tests.oracles.modelopt_oracle import Answer
@@ -51,7 +54,7 @@ OF_A_SCHEME = r"ModelOpt currently only supports: \['FP8', 'FP8_PER_CHANNEL_PER_
 class Cell:
     """A scheme in a format, and what vLLM's logits of it equal."""
 
-    scheme: str
+    scheme: str | Scheme
     format: str = "modelopt"
     reference: str = (
         "weights"  # dequantized; `modelopt`: its fake-quantized model; `inputs`: weights and rounded inputs
@@ -62,7 +65,8 @@ class Cell:
     options: tuple[tuple[str, Any], ...] = ()  # of target hf
 
     def __str__(self) -> str:
-        return "-".join([self.scheme, self.format, *(f"{name}={value}" for name, value in self.options)])
+        name = self.scheme if isinstance(self.scheme, str) else self.scheme.name
+        return "-".join([name, self.format, *(f"{name}={value}" for name, value in self.options)])
 
     def refusal(self, family: str) -> str:
         return self.refused or (self.experts if family in EXPERT_FAMILIES else "")
@@ -105,6 +109,17 @@ CELLS = (
     # A weight-only group says nothing of inputs: `input_quant and not input_quant.dynamic` is None, not False.
     Cell("fp8_block", "compressed-tensors", refused="^AssertionError", experts="has no attribute 'num_bits'"),
 )
+NO_INPUTS = "For Fused MoE layers|has no attribute 'num_bits'"  # experts in FP8 ask for a format of inputs
+CELLS += (  # schemes of one's own
+    *(Cell(own, "compressed-tensors") for own in (*own_schemes.INT4, *own_schemes.INT8)),
+    *(Cell(own, "gptq") for own in (*own_schemes.INT4, *own_schemes.INT8)),
+    *(Cell(own, "awq") for own in own_schemes.INT4[1:]),
+    *(Cell(own, "compressed-tensors", experts=NO_INPUTS) for own in (own_schemes.CHANNELS, own_schemes.TENSORS)),
+    *(
+        Cell(own, "compressed-tensors", reference="inputs", tolerance=TIES, experts="^AssertionError")
+        for own in (own_schemes.STATIC, own_schemes.TOKENS)
+    ),
+)
 NIGHTLY = [pytest.mark.slow, pytest.mark.product]
 SERVED = [cell for cell in CELLS if not cell.refused]
 NEEDS_DATA = ("fp8", "int8", "int8_sq", "int4_awq", "w4a8_awq", "w4a8_nvfp4_fp8", "nvfp4", "nvfp4_awq")
@@ -116,7 +131,7 @@ def environment() -> None:
 
 
 @functools.cache
-def calibrated(family: str, scheme: str, kv: str | None) -> tuple[Answer, np.ndarray]:
+def calibrated(family: str, scheme: str | Scheme, kv: str | None) -> tuple[Answer, np.ndarray]:
     """ModelOpt's calibration, and the logits of its fake-quantized model."""
     answer = export_oracle.calibrated(export_oracle.source(family, "fp32"), scheme, kv, tokens())
     if scheme == "fp8":
@@ -141,7 +156,7 @@ def write(family: str, cell: Cell, out: Path, kv: str | None = None, **options: 
     source, calib = export_oracle.source(family, "fp32"), None
     if cell.reference == "modelopt" or kv:
         calib = calibrated(family, cell.scheme, kv)[0].calibration
-    elif cell.scheme in NEEDS_DATA:
+    elif cell.scheme in NEEDS_DATA or (isinstance(cell.scheme, Scheme) and cell.scheme.needs_calibration):
         calib = [*tokens(), tokens()[0]]  # the last is held out
     options |= {"format": cell.format, "verify": False} | dict(cell.options)
     bridge.convert(source, "hf", cell.scheme, out, calib=calib, kv=kv, progress=False, **options)
@@ -163,12 +178,14 @@ def off(cell: Cell, family: str, directory: Path, logits: np.ndarray, kv: str | 
     return float(np.sqrt((difference**2).mean()) / reference.std())
 
 
-def round_inputs(model: Any, directory: Path, scheme: str) -> None:
-    """NVFP4 of the inputs as the format defines it, from the scales of the file and the casts of ml_dtypes.
+def round_inputs(model: Any, directory: Path, scheme: str | Scheme) -> None:
+    """NVFP4, or FP8, of the inputs as the format defines it, from the scales of the file and the casts of ml_dtypes.
 
     Those that are quantized at run time: by their formula.
     """
-    if rounded := AT_RUN_TIME.get(scheme):
+    words = numeric_words(load_scheme(scheme).input)
+    static = fp8 if words == "fp8 tensor" else nvfp4
+    if rounded := AT_RUN_TIME.get(words):
         coded = {step.site.module for step in load_manifest(directory).plan.quantized if step.site}
         for name, module in model.named_modules():
             if name in coded:
@@ -180,7 +197,11 @@ def round_inputs(model: Any, directory: Path, scheme: str) -> None:
         if (inverse := tensors.get(f"{name}.input_global_scale")) is not None:
             scale = 1 / inverse
         if scale is not None:
-            module.register_forward_pre_hook(lambda _, args, scale=float(scale): (nvfp4(args[0], scale),))
+            module.register_forward_pre_hook(lambda _, args, scale=float(scale): (static(args[0], scale),))
+
+
+def fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
 
 
 def nvfp4(x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -204,10 +225,9 @@ def fp8_groups(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 AT_RUN_TIME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "int8_pc_pt": int8_tokens,
-    "fp8_block": lambda x: fp8_groups(x, 128),
-    "fp8_block_dynamic": lambda x: fp8_groups(x, 128),
-    "w4a8_fp8": lambda x: fp8_groups(x, x.shape[-1]),
+    "int8 token dynamic": int8_tokens,
+    "fp8 block 128 dynamic": lambda x: fp8_groups(x, 128),
+    "fp8 token dynamic": lambda x: fp8_groups(x, x.shape[-1]),
 }
 
 
@@ -320,7 +340,7 @@ def test_vllm_rounds_the_inputs_of_tiles_as_its_contract_says(scheme: str, forma
     answer = vllm_oracle.ask(directory, IDS.tolist(), inputs=True)
     runtime = Runtime(directory)
     exact = runtime.run({"input_ids": IDS[None].numpy()})["output 0"][0]
-    round_inputs(runtime.model, directory, scheme)
+    round_inputs(runtime.model, directory, "fp8_block_dynamic")
     rounded = runtime.run({"input_ids": IDS[None].numpy()})["output 0"][0]
     spread = rounded.std()
     assert np.sqrt(((answer.logits - rounded) ** 2).mean()) / spread <= TIES
