@@ -4,7 +4,7 @@
     python benchmarks/schemes.py --only fp8 int4_gptq   measure these again, and leave the other rows as they are
     python benchmarks/schemes.py --modelopt --only fp8  print the KL of ModelOpt's fake-quantized model beside ours
 
-A model is calibrated with the default data, converted to `hf` (`gguf` for llama.cpp's blocks, `mlx` for MLX's), and read back: codes
+A model is calibrated with the default data, converted to `hf`, `gguf` or `mlx`, and read back: codes
 are decoded into the float model. A hook before each quantized module replaces its input by the values of codes of the
 scheme's format under the stored scales; the codecs of weights make them. So schemes that ModelOpt simulates with CUDA
 only are measured like all others. Programs may differ in detail: llama.cpp quantizes activations, too, to 8 bits.
@@ -61,6 +61,7 @@ from bridge.sources.source import Source
 from bridge.streaming.written import OutputReader
 from bridge.tables.expressions.regions import reordered
 from bridge.targets.hf.runtime import Rebuilt
+from bridge.targets.hf.spelling import spelling
 from bridge.targets.manifest import load_manifest
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "models"
@@ -140,7 +141,7 @@ def _sentences() -> list[str]:
 
 
 class Decoded:
-    """The source's tensors, those that a GGUF file or an MLX checkpoint quantizes read back from it; all of a Source that loading reads."""
+    """The source's tensors, quantized ones read back from a GGUF file or an MLX checkpoint, for `load_model`."""
 
     def __init__(self, source: Source, path: Path, plan: Plan) -> None:
         self.where, self.config, self.specs = str(path), source.config, source.specs
@@ -208,8 +209,8 @@ def measure(bench: Bench, name: str) -> Cost:
     scheme = load_scheme(name)
     target = "gguf" if name.startswith(("q", "iq")) else "hf"  # llama.cpp's names of its blocks
     target = "mlx" if name.startswith("affine") or name == "mxfp8_wo" else target
-    options = {"format": "compressed-tensors"} if ":" in name else {}  # scales of either sign
-    options |= {"vocabulary": "keep", "dtype": "fp16"} if target == "mlx" else {}
+    options = {"vocabulary": "keep", "dtype": "fp16"} if target == "mlx" else {}
+    options |= {"format": "compressed-tensors"} if ":" in name else {}  # scales of either sign
     try:
         plan = bridge.plan(bench.path, target, name, **options)
     except BridgeError as error:
@@ -239,13 +240,18 @@ def measure(bench: Bench, name: str) -> Cost:
     return replace(found, bits=_bits(plan, bench), seconds=took + writing)
 
 
+def _only_compressed(name: str, scheme: Scheme) -> bool:
+    """Whether ModelOpt's layout is none of the scheme's: it has no such format, or no scales of either sign."""
+    return ":" in name or bool(spelling("modelopt").why_unsupported(scheme.format))
+
+
 def _reason(text: str) -> str:
     if "matches no weight" in text:
         return "it quantizes no module of this model"
     if "is no multiple of" in text:
         return "rows of this model are no multiple of its blocks"
     if "compressed-tensors has only Linear" in text:
-        return "Conv1D has no layout with scales of either sign"
+        return "compressed-tensors has no Conv1D"
     if "has no layout for" in text:
         return f"{'MLX' if 'mlx.toml' in text else 'GGUF'} has no layout for this model"
     raise ValueError(f"an unknown reason not to measure: {text}")

@@ -270,6 +270,8 @@ def numeric_cfg(numeric: Numeric, weight: bool) -> dict[str, Any]:
     if numeric.per == "token":
         return {"num_bits": bits, "axis": None, "type": "dynamic", "block_sizes": {-1: None}}
     sizes: dict[int | str, Any] = dict(zip((-1, -2), reversed(numeric.block), strict=False))
+    if numeric.scale_dtype == "float32" and numeric.dynamic:
+        return {"num_bits": bits, "type": "dynamic", "block_sizes": sizes | {"type": "dynamic"}, "backend": BACKEND}
     if numeric.scale_dtype == "float32":
         return {"num_bits": bits, "axis": None, "block_sizes": sizes | {"type": "static"}}
     sizes |= {"type": "dynamic", "scale_bits": _SCALE_BITS[numeric.scale_dtype]}

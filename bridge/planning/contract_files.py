@@ -23,8 +23,8 @@ CONTRACT_KEYS: dict[str, type] = {
 }  # fmt: skip
 CONDITIONS: dict[str, type] = {
     "whole": bool, "parts": bool, "beside": bool,
-    "out": int, "in": int, "experts": bool, "prescales": bool, "dtypes": list, "but_not": list, "only": list,
-    "inputs": str, "computes": str, "since": str,
+    "out": int, "in": int, "held": int, "experts": bool, "prescales": bool, "dtypes": list, "but_not": list,
+    "only": list, "inputs": str, "computes": str, "since": str,
 }  # fmt: skip
 HOW = ("run", "built", "read")
 _NUMERIC = (

@@ -16,6 +16,7 @@ from bridge.planning.drafts import DRAFT
 from bridge.planning.joined_and_cut import (
     cut_blocks,
     fused_modules,
+    joined_modules,
     numbers_of_ranks,
     partly_unquantized_modules,
     parts_of_live,
@@ -63,7 +64,8 @@ class Row:
     """One pair of formats, one format of the KV cache, or unquantized output, that a program loads.
 
     `out`: rows of each matrix that it fuses with others, but the last, are a multiple of this. `inner`: the same of
-    `in` of every matrix. Both hold for the part of each rank, too. `experts`: whether experts may have it. `prescales`:
+    `in` of every matrix; `held`: of `out` of every matrix as the program holds it, fused with others or alone. All hold
+    for the part of each rank, too. `experts`: whether experts may have it. `prescales`:
     whether it may have pre-scales. `dtypes`: of what stays unquantized; empty if any. Architectures, as in config.json:
     `but_not`, whose classes do not read it; `only`, the ones that evidence is about, empty if any. `inputs`: what the
     program rounds inputs to although the scheme leaves them. `computes`: what a compiler makes of the products, "gemm"
@@ -75,6 +77,7 @@ class Row:
     evidence: Evidence
     out: int = 1
     inner: int = 1
+    held: int = 1
     experts: bool = True
     prescales: bool = True
     dtypes: tuple[str, ...] = ()
@@ -385,6 +388,7 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
             only = f"runs {words} in {' or '.join(row.dtypes)} only, and the model is {dtype}"
             yield "", f"{only}: pass --dtype {FLAGS[row.dtypes[0]]}"
     yield from _of_parts(contract, plan)
+    yield from _of_held(contract, plan, fuses)
     followed = fused_modules(fuses, plan, followed=True)
     for step in plan.quantized:
         assert step.site
@@ -407,6 +411,19 @@ def _of_parts(contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
         yield from ((module, UNLIKE) for module in unlike_experts(plan))
         sites = (step.site for step in plan.quantized if step.site)
         yield from ((site.module, ROUTER) for site in sites if site.keep == "router")
+
+
+def _of_held(contract: Contract, plan: Plan, fuses: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """The modules whose matrix, as the program holds it, has a number of rows that its kernel does not take."""
+    rows = {words: contract.loads.get(words) for words in dict.fromkeys(map(words_of, plan.quantized))}
+    if not any(row and row.held > 1 for row in rows.values()):
+        return
+    sizes = {step.site.module: _out_in(step, plan)[0] for step in plan.quantized if step.site}
+    held = sizes | {module: sum(sizes[m] for m in group) for group in joined_modules(fuses, plan) for module in group}
+    for step in plan.quantized:
+        row = rows[words_of(step)]
+        if step.site and row and held[step.site.module] % row.held:
+            yield step.site.module, f"out = {held[step.site.module]} as it is held is not a multiple of {row.held}"
 
 
 def _ranks(plan: Plan) -> int:
@@ -434,7 +451,7 @@ def _misfits_of_ranks(runtime: Runtime, contract: Contract, plan: Plan, ranks: i
     for step in plan.quantized:
         assert step.site
         if row := contract.loads.get(words_of(step)):
-            out = row.out if step.site.module in fused else 1
+            out = max(row.out if step.site.module in fused else 1, row.held)
             yield from ((step.site.module, why) for why in cut_blocks(plan, step, ranks, out, row.inner))
 
 

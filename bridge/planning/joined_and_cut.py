@@ -51,8 +51,12 @@ def fused_modules(names: Names, plan: Plan, followed: bool = False) -> set[str]:
 
     `followed`: without the last of each, whose own last block may be cut short.
     """
-    modules = [step.site.module for step in plan.quantized if step.site]
-    return {module for members in _joined(names, modules) for module in (members[:-1] if followed else members)}
+    return {m for members in joined_modules(names, plan) for m in (members[:-1] if followed else members)}
+
+
+def joined_modules(names: Names, plan: Plan) -> Iterator[list[str]]:
+    """The quantized modules of each matrix that the program joins of several."""
+    return _joined(names, [step.site.module for step in plan.quantized if step.site])
 
 
 def unquantized_modules(names: Names, plan: Plan) -> list[str]:

@@ -25,6 +25,7 @@ ALGORITHMS: dict[tuple[str, str], tuple[str, bool]] = {
     ("fp8 tensor", "fp8 tensor"):              ("FP8", False),
     ("fp8 channel", "fp8 token dynamic"):      ("FP8_PER_CHANNEL_PER_TOKEN", False),
     ("fp8 block 128 128", "none"):             ("fp8_pb_wo", False),  # sic
+    ("fp8 block 128 128", "fp8 block 128 dynamic"): ("fp8_pb_wo", False),  # sic: ModelOpt has no other name for it
     ("int8 channel", "int8 tensor"):           ("W8A8_SQ_PER_CHANNEL", False),
     ("int8 channel", "none"):                  ("W8A16", False),
     ("int4 block", "none"):                    ("W4A16_AWQ", True),

@@ -204,7 +204,7 @@ def test_words_of_other_tools_stand_for_a_scheme(word: str, scheme: str) -> None
     assert bridge.plan(MODEL, "hf", word).scheme == scheme
 
 
-@pytest.mark.parametrize("word", ["w8a8", "w8a16", "gptq", "nf4", "GPTQ", "int4", "bnb", "mxfp4", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("word", ["w8a8", "w8a16", "gptq", "nf4", "GPTQ", "bnb", "mxfp6", "w4afp8", "FP8_DYNAMIC"])
 def test_words_without_a_scheme_get_a_hint_that_names_schemes(word: str) -> None:
     from bridge.quant.schemes.catalog import scheme_names
 
@@ -235,8 +235,8 @@ NVFP4 = [
         ("convert --target t", ["torchtitan", "tripy", "trt", "trtllm", "transformers", "tensorrt", "tensorrt-rtx"]),
         ("plan --quant nv", NVFP4),
         ("calibrate --quant nv", NVFP4),
-        ("sensitivity --quant mx", ["mxfp4_wo", "mxfp8"]),
-        ("sensitivity --fallback fp8_", ["fp8_block", "fp8_pc_pt"]),
+        ("sensitivity --quant mx", ["mxfp4", "mxfp4_wo", "mxfp8"]),
+        ("sensitivity --fallback fp8_", ["fp8_block", "fp8_block_dynamic", "fp8_pc_pt"]),
         ("convert --kv ", ["fp8", "fp8_cast", "int8", "nvfp4", "nvfp4_cast"]),
     ],
 )

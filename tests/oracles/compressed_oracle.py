@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationStatus,
@@ -33,7 +34,9 @@ def compress(model: Any, preset: str, out: Path, channels: bool = False) -> Path
         scheme.weights = scheme.weights.model_copy(update=change)
     model.save_pretrained(out)
     state = load_file(out / "model.safetensors")
-    form = infer_module_format(torch.nn.Linear, scheme)
+    inferred = infer_module_format(torch.nn.Linear, scheme)
+    # vLLM reads INT4 with FP8 inputs packed, as earlier releases wrote it; compressed-tensors 0.20 infers a byte a code
+    form = CompressionFormat.pack_quantized if preset == "W4AFP8" else inferred
     scheme.format = form
     compressor = BaseCompressor.get_value_from_registry(form.value)
     for name in [n for n in state if n.endswith("_proj.weight")]:

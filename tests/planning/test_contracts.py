@@ -195,7 +195,7 @@ def test_schemes_are_offered_that_the_architecture_is_loaded_in() -> None:
         SchemeError, match="reads no weights in fp8 per block of 128x128 with unquantized inputs in Llama"
     ) as raised:
         bridge.plan(TINY, "hf", "fp8_block", runtime="sglang")
-    assert "fp8_block" not in str(raised.value).rpartition("schemes that it loads")[2]
+    assert "fp8_block," not in str(raised.value).rpartition("schemes that it loads")[2]
 
 
 def test_a_kv_cache_and_a_mix_need_to_be_named(tmp_path: Path) -> None:
@@ -204,6 +204,20 @@ def test_a_kv_cache_and_a_mix_need_to_be_named(tmp_path: Path) -> None:
     recipe.write_text('base = "fp8"\n[[rule]]\nmodules = ["*.mlp.*"]\nquant = "int8_wo"\n')
     answer = judged(f"{FP8}\n{INT8}", recipe)
     assert "reads one format for all modules there" in answer.why_not
+
+
+def test_a_scheme_of_ones_own_is_judged_by_its_numerics(tmp_path: Path) -> None:
+    """No name is looked at: what vLLM loads of these numerics, it loads of this file."""
+    text = (
+        (mappings() / "schemes" / "int8_wo.toml").read_text().replace('aliases   = ["int8-weight-only", "w8a16"]', "")
+    )
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace('per   = "channel"', 'per   = "block"\nblock = [64]'))
+    answer = verdict(load_runtime("vllm"), bridge.plan(TINY, "hf", path, format="compressed-tensors"))
+    assert (answer.how, answer.why_not) == ("run", "")
+    path.write_text(text.replace('per   = "channel"', 'per   = "block"\nblock = [16]'))
+    answer = verdict(load_runtime("vllm"), bridge.plan(TINY, "hf", path, format="compressed-tensors"))
+    assert "loads no weights in int8 per block of 16" in answer.why_not  # of Marlin's groups: 32, 64, 128, a row
 
 
 def test_other_flags_of_the_same_program_are_named() -> None:
@@ -270,7 +284,7 @@ def every_evidence() -> Iterator[Evidence]:
 @pytest.mark.parametrize("program", ["vllm", "sglang", "edgellm", "edgellm-builder"])
 def test_a_row_that_a_run_shows_has_a_cell_that_runs_it(program: str) -> None:
     cells = importlib.import_module(f"tests.targets.hf.test_{program.partition('-')[0]}")
-    known = [*cells.SERVED, *([cells.DEEPSEEK] if program == "sglang" else [])]
+    known = [*cells.SERVED, *(cells.DEEPSEEK if program == "sglang" else [])]
     served = {(cell.format, words(cell.scheme)) for cell in known}
     for contract in load_runtime(program).contracts:
         rows = {(contract.options["format"], key) for key, row in contract.loads.items() if row.evidence.how == "run"}

@@ -26,6 +26,8 @@ def install(tensor_quantizers: Any, calibration_tools: Any, calibrations: Any) -
 def _quantized(inputs: Any, quantizer: Any) -> Any:
     """What the quantizer does without a backend; NVFP4 blocks in plain torch if they are not on a GPU."""
     sizes = quantizer.block_sizes or {}
+    if sizes.get("type") == "dynamic" and "scale_bits" not in sizes:
+        return _in_groups(inputs, quantizer, sizes[-1])
     if sizes.get("type") == "dynamic" and sizes.get("scale_bits") == (4, 3) and not inputs.is_cuda:
         from bridge.calibration.algorithms.fp4 import of_blocks
 
@@ -35,6 +37,20 @@ def _quantized(inputs: Any, quantizer: Any) -> Any:
         return quantizer._fake_quantize(inputs)
     finally:
         quantizer.backend = BACKEND
+
+
+def _in_groups(inputs: Any, quantizer: Any, size: int) -> Any:
+    """Groups of inputs as ModelOpt quantizes tokens: its own groups at run time take one shape of inputs only."""
+    from torch.nn.functional import pad
+
+    short = -inputs.shape[-1] % size
+    padded, sizes, axis = pad(inputs, (0, short)), quantizer._block_sizes, quantizer._axis
+    quantizer.backend, quantizer._block_sizes, quantizer._axis = None, None, 0
+    try:
+        found = quantizer._fake_quantize(padded.reshape(-1, size))
+    finally:
+        quantizer.backend, quantizer._block_sizes, quantizer._axis = BACKEND, sizes, axis
+    return found.reshape(padded.shape)[..., : inputs.shape[-1]]
 
 
 def _helper(tools: Any) -> type:

@@ -29,6 +29,7 @@ MX_BOUNDS = {"float8_e4m3fn": 256.0, "float4_e2m1fn": 4.0}
 BITS = {"int8": ("int", 8), "int4": ("int", 4), "float8_e4m3fn": ("float", 8), "float4_e2m1fn": ("float", 4)}
 MX, NV = "float8_e8m0fnu", "float8_e4m3fn"
 KV = Numeric("float8_e4m3fn", "tensor")
+TOKENS = Numeric("float8_e4m3fn", "token", dynamic=True)  # of inputs
 
 
 def why_unsupported(format_: Format) -> str:
@@ -36,8 +37,8 @@ def why_unsupported(format_: Format) -> str:
     first, entry = format_.weight[0], format_.input
     if len(format_.weight) > 1:
         return (
-            "compressed-tensors has one level of weight quantization, and vLLM's INT4 weights with FP8 activations "
-            "(CompressedTensorsW4A8Fp8) have other scales: one for each token; use int4_awq, or format='modelopt'"
+            "compressed-tensors has one level of weight quantization; its INT4 weights with FP8 activations have a "
+            "scale for each token: use w4a8_fp8 or int4_awq, or format='modelopt'"
         )
     if first.dtype not in BITS:
         return f"compressed-tensors has no {first.dtype}; known: {', '.join(BITS)}"
@@ -46,8 +47,8 @@ def why_unsupported(format_: Format) -> str:
             "compressed-tensors has FP4 in blocks of 16 with FP8 scales, or of 32 with power-of-two scales; use nvfp4 "
             "or mxfp4_wo"
         )
-    if first.dtype == "int4" and entry is not None:
-        return "compressed-tensors output has no INT4 weights with quantized inputs; use int4_wo"
+    if first.dtype == "int4" and entry not in (None, TOKENS):
+        return "compressed-tensors output has INT4 weights with unquantized inputs, or FP8 per token: int4_wo, w4a8_fp8"
     if first.zero_points and (first.dtype != "int4" or len(first.block) != 1):
         return "compressed-tensors output has zero points of INT4 in blocks; use int4_wo"
     if entry and entry.per == "block" and (entry.dtype, entry.block[-1:]) != (first.dtype, first.block[-1:]):
@@ -195,14 +196,14 @@ def _experts(plan: Plan) -> list[str]:
 
 
 def compression(format_: Format) -> str:
-    """compressed-tensors' name of the code storage, as it infers it."""
+    """compressed-tensors' name of the code storage, as it infers it; INT4 is always packed, as vLLM reads it."""
     first = format_.weight[0]
     if first.scale_dtype == NV:
         return "nvfp4-pack-quantized"
     if first.scale_dtype == MX:
         return "mxfp4-pack-quantized" if first.dtype == "float4_e2m1fn" else "mxfp8-quantized"
     if BITS[first.dtype][0] == "int":
-        return "int-quantized" if format_.input else "pack-quantized"
+        return "int-quantized" if format_.input and first.dtype == "int8" else "pack-quantized"
     return "float-quantized" if format_.input else "naive-quantized"
 
 

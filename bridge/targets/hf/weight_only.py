@@ -197,7 +197,7 @@ class DeepSeek(WeightOnly):
         if format_.weight == (FP8_TILES,) and dynamic and not format_.prescales:
             return ""
         only = f"{self.name} has FP8 weights in tiles of {TILE} x {TILE} only"
-        return f"{only}; use fp8_block, or format='compressed-tensors'"
+        return f"{only}; use fp8_block or fp8_block_dynamic, or format='compressed-tensors'"
 
     def incompatibilities(self, format_: Format, site: Site, shape: tuple[int, int]) -> list[str]:
         if site.layout == "in_out":

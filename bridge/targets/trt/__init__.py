@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from bridge.streaming.context import ConversionContext, WriteResult
     from bridge.targets.onnx.export.float_graph import Graph
 
+# codes and scales of activations that TensorRT's own ops make in blocks: NVFP4, MXFP8
+BLOCKS_AT_RUN_TIME = (("float4_e2m1fn", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e8m0fnu"))
 BLOCKS = "write a recipe with block = 128 or 64 that keeps the matrices which it does not divide"
 
 
@@ -179,6 +181,9 @@ class Trt(OnnxTarget):
         entry = format_.input
         if entry and entry.dynamic and entry.per == "token":
             return "TensorRT quantizes activations per tensor with constant scales, not per token; use fp8"
+        if entry and entry.per == "block" and (entry.dtype, entry.scale_dtype) not in BLOCKS_AT_RUN_TIME:
+            what = f"{entry.dtype} in blocks of {entry.block[-1]} under {entry.scale_dtype} scales"
+            return f"TensorRT has no op that quantizes activations to {what}; use fp8"
         if entry and entry.dynamic and not options.custom_ops:
             other = "nvfp4_wo" if entry.dtype == "float4_e2m1fn" else "fp8"
             return (

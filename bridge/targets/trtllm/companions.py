@@ -24,6 +24,8 @@ def why_unsupported(format_: Format, tp: int) -> str:
         return "only TensorRT-LLM's PyTorch backend has W4A8_NVFP4_FP8, and it loads target hf; use that, or nvfp4"
     if first.dtype == "int4" and first.block[0] not in GROUPS:
         return f"TensorRT-LLM's INT4 has groups of 64 or 128 along `in`, not {first.block[0]}"
+    if format_.input and len(first.block) == 2:
+        return "no TensorRT-LLM up to 1.2 is told of inputs in groups; later versions load target hf, or use fp8_block"
     if tp > 1 and (len(first.block) == 2 or first.scale_dtype == "float8_e8m0fnu"):
         name = entry["quant_algo"]
         return f"{name} scales cannot be cut for tp={tp}: no TensorRT-LLM up to 1.2 loads them; use tp=1, fp8 or nvfp4"

@@ -24,6 +24,8 @@ TILE = (128, 128)
 
 
 def _fp8(layer: Any) -> torch.Tensor:
+    if getattr(layer, "weight_block_size", None):  # of compressed-tensors
+        return tiles(layer.weight.data, layer.weight_scale.data, tuple(layer.weight_block_size))
     if layer.weight_scale.numel() == len(layer.logical_widths):
         scale, layer.weight.data = requantize_with_max_scale(layer.weight, layer.weight_scale, layer.logical_widths)
         return layer.weight.data.float() * scale.float()

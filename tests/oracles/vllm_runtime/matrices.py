@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import vllm.model_executor.kernels.linear as kernels
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.utils import marlin_utils
 from vllm.model_executor.layers.quantization.utils.w8a8_utils import convert_to_channelwise
 from vllm.platforms import PlatformEnum
@@ -52,6 +53,22 @@ class WNA16(MPLinearKernel):
         else:
             values = values - config.weight_type.bias
         return times(x, blocks(values, scales.float(), group), bias)
+
+
+class W4A8(WNA16):
+    """INT4 weights and FP8 inputs, as `CutlassW4A8LinearKernel`: the scales of groups become FP8 under one a row."""
+
+    can_implement = classmethod(lambda cls, c: (c.act_type == activations.FP8, "for FP8 inputs alone"))
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        packed, scale, _ = self._get_weight_params(layer)
+        of_row, of_token = scale.data.new_empty(len(scale), 1), x.new_empty(len(x), 1)
+        groups, codes = (torch.empty_like(one, dtype=activations.FP8) for one in (scale.data, x))
+        activations.fp8_per_token(groups, scale.data, of_row)
+        activations.fp8_per_token(codes, x, of_token)
+        rounded = (groups.float() / 8).to(activations.FP8).float() * 8 * of_row  # `convert_bf16_scales_to_fp8`
+        values = unpacked(packed.data, 4, 1).float() - 8
+        return times(codes.float() * of_token, blocks(values, rounded, self.config.group_size), bias)
 
 
 class Int8(kernels.Int8ScaledMMLinearKernel):
@@ -137,7 +154,8 @@ def install() -> None:
     """Make these the only kernels of the CPU platform; MXFP8 and NVFP4 have emulations of vLLM's own."""
     marlin_utils._query_cpu_marlin_supported_quant_types = _integers
     cpu = PlatformEnum.CPU
-    kernels._POSSIBLE_KERNELS[cpu] = [WNA16]
+    CompressedTensorsConfig._is_fp8_w4a8_sm90 = staticmethod(CompressedTensorsConfig._is_fp8_w4a8)  # as on Hopper
+    kernels._POSSIBLE_KERNELS[cpu] = [W4A8, WNA16]
     kernels._POSSIBLE_INT8_KERNELS[cpu] = [Int8]
     kernels._POSSIBLE_FP8_KERNELS[cpu] = [FP8]
     kernels._POSSIBLE_FP8_BLOCK_KERNELS[cpu] = [FP8Blocks]

@@ -26,7 +26,7 @@ from bridge.targets.hf.compressed_tensors import quantization_config  # noqa: E4
 from tests.oracles import compressed_oracle, export_oracle, llm_compressor_golden  # noqa: E402
 
 # compressed-tensors' presets that have a byte here, but for those with MX blocks
-PRESETS = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A16", "W4A16", "W4A16_ASYM", "NVFP4A16", "NVFP4")
+PRESETS = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A16", "W4A16", "W4A16_ASYM", "W4AFP8", "NVFP4A16", "NVFP4")
 MX = ("MXFP8", "MXFP8A16", "MXFP4", "MXFP4A16")
 STATIC = ("FP8", "NVFP4")
 IDS = torch.randint(0, 80, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -21,9 +21,11 @@ import bridge
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from bridge.quant.calibration import Calibration, Provenance
+from bridge.quant.schemes.scheme import Scheme
 from bridge.targets.hf.runtime import Runtime
 from bridge.targets.manifest import load_manifest
 from tests.covering import grid
+from tests.models import own_schemes
 from tests.models.export_families import tokens
 from tests.oracles import export_oracle, sglang_oracle
 from tests.oracles.vllm_oracle import Answer
@@ -40,13 +42,13 @@ NO_SCHEME = "No compressed-tensors compatible scheme was found"
 class Cell:
     """A scheme in a format, and how SGLang refuses it: any model, or one with experts."""
 
-    scheme: str
+    scheme: str | Scheme
     format: str = "modelopt"
     refused: str = ""
     experts: str = ""
 
     def __str__(self) -> str:
-        return f"{self.scheme}-{self.format}"
+        return f"{self.scheme if isinstance(self.scheme, str) else self.scheme.name}-{self.format}"
 
     def refusal(self, family: str) -> str:
         return self.refused or (self.experts if family == "mixtral" else "")
@@ -57,6 +59,8 @@ CELLS = (
     Cell("fp8"),
     Cell("fp8", "compressed-tensors"),
     Cell("fp8_pc_pt", "compressed-tensors"),
+    Cell("fp8_block_dynamic", "compressed-tensors"),
+    Cell("int8_pc_pt", "compressed-tensors", experts="implemented only for NPU"),
     Cell("nvfp4"),
     Cell("nvfp4_awq"),
     Cell("nvfp4_awq", "compressed-tensors", experts=OF_BLACKWELL),
@@ -71,13 +75,21 @@ CELLS = (
     Cell("fp8_block", refused=OF_A_SCHEME),
     *(Cell(s, refused=OF_A_SCHEME) for s in ("int8", "int8_sq", "int8_wo", "int4_wo", "int4_awq", "w4a8_awq")),
     Cell("mxfp4_wo", refused="ModelOpt currently only supports: FP8, NVFP4"),
-    *(Cell(s, "compressed-tensors", refused=NO_SCHEME) for s in ("fp8_block", "mxfp8", "mxfp4_wo")),
+    *(Cell(s, "compressed-tensors", refused=NO_SCHEME) for s in ("fp8_block", "mxfp8", "mxfp4", "mxfp4_wo")),
+    Cell("w4a8_fp8", "compressed-tensors", refused=NO_SCHEME),
     # One input scale has one element, and the second of the fused matrices none.
     *(Cell(s, "compressed-tensors", refused="index 1 is out of bounds") for s in ("int8", "int8_sq")),
 )
+CELLS += (  # schemes of one's own
+    *(Cell(own, "compressed-tensors") for own in (*own_schemes.INT4, *own_schemes.INT8)),
+    *(Cell(own, "gptq") for own in own_schemes.INT4),
+    *(Cell(own, "awq") for own in own_schemes.INT4[1:]),
+    *(Cell(own, "compressed-tensors", experts="'num_bits'") for own in (own_schemes.CHANNELS, own_schemes.TENSORS)),
+    *(Cell(own, "compressed-tensors", experts="^AssertionError") for own in (own_schemes.STATIC, own_schemes.TOKENS)),
+)
 SERVED = [cell for cell in CELLS if not cell.refused]
 REFUSED = [cell for cell in CELLS if cell.refused]
-DEEPSEEK, MXFP8 = Cell("fp8_block", "deepseek"), Cell("mxfp8")
+DEEPSEEK, MXFP8 = [Cell(scheme, "deepseek") for scheme in ("fp8_block", "fp8_block_dynamic")], Cell("mxfp8")
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +109,7 @@ def calibration(family: str) -> Calibration:
 
 def write(family: str, cell: Cell, out: Path, **options: Any) -> Path:
     """The checkpoint that SGLang gets, from float32 weights, so that nothing but the scheme rounds."""
-    calib: Any = calibration(family) if cell.scheme in ("fp8", "nvfp4") else None
+    calib: Any = calibration(family) if cell.scheme in ("fp8", "nvfp4", own_schemes.STATIC) else None
     if cell.scheme in ("int4_awq", "int8", "int8_sq", "nvfp4_awq", "w4a8_awq"):
         calib = [*tokens(), tokens()[0]]  # the last is held out
     options |= {"format": cell.format, "verify": False, "progress": False}
@@ -190,16 +202,17 @@ def test_requantize_with_max_scale_changes_no_code(format_: str, tmp_path: Path)
     assert sum(own.changed.values()) > 400_000, "of 917,504, where q, k and v have a scale each"
 
 
-def test_tiles_are_read_by_qwen3_and_lost_by_llama(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cell", DEEPSEEK, ids=str)
+def test_tiles_are_read_by_qwen3_and_lost_by_llama(cell: Cell, tmp_path: Path) -> None:
     """models/llama.py renames `weight_scale_inv`, finds no such parameter and goes on with a warning."""
-    directory = write("qwen3", DEEPSEEK, tmp_path / "qwen3")
+    directory = write("qwen3", cell, tmp_path / "qwen3")
     answer = ask("qwen3", directory)
     assert (answer.error, answer.unread, answer.missing()) == ("", (), [])
     assert off(directory, answer) <= ROUNDING
-    lost = ask("llama", write("llama", DEEPSEEK, tmp_path / "llama"))
+    lost = ask("llama", write("llama", cell, tmp_path / "llama"))
     assert len(lost.unread) == 14 and all(name.endswith("weight_scale_inv") for name in lost.unread)
     for family, how in (("qwen3", "run"), ("llama", "no")):
-        plan = bridge.plan(export_oracle.source(family, "fp32"), "hf", "fp8_block", format="deepseek")
+        plan = bridge.plan(export_oracle.source(family, "fp32"), "hf", cell.scheme, format="deepseek")
         assert verdict(load_runtime("sglang"), plan).how == how
 
 
