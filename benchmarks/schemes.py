@@ -4,10 +4,11 @@
     python benchmarks/schemes.py --only fp8 int4_gptq   measure these again, and leave the other rows as they are
     python benchmarks/schemes.py --modelopt --only fp8  print the KL of ModelOpt's fake-quantized model beside ours
 
-A model is calibrated with the default data, converted to `hf`, `gguf` or `mlx`, and read back: codes
-are decoded into the float model. A hook before each quantized module replaces its input by the values of codes of the
-scheme's format under the stored scales; the codecs of weights make them. So schemes that ModelOpt simulates with CUDA
-only are measured like all others. Programs may differ in detail: llama.cpp quantizes activations, too, to 8 bits.
+A model is calibrated with the default data, converted to `hf` (`gguf` for llama.cpp's blocks, `mlx` for MLX's), and
+read back: codes are decoded into the float model. A hook before each quantized module replaces its input by the values
+of codes of the scheme's format under the stored scales; the codecs of weights make them. So schemes that ModelOpt
+simulates with CUDA only are measured like all others. Programs may differ in detail: llama.cpp quantizes activations,
+too, to 8 bits.
 
 Language models: 32 rows of 128 tokens of the embedded text that calibrate no scheme, KL(float || quantized) in nats a
 token and perplexity. all-MiniLM-L6-v2: mean cosine and mean relative error of the embeddings of 100 sentences of
@@ -141,7 +142,7 @@ def _sentences() -> list[str]:
 
 
 class Decoded:
-    """The source's tensors, quantized ones read back from a GGUF file or an MLX checkpoint, for `load_model`."""
+    """The source's tensors, those that GGUF or MLX quantizes read back from it; all of a Source that loading reads."""
 
     def __init__(self, source: Source, path: Path, plan: Plan) -> None:
         self.where, self.config, self.specs = str(path), source.config, source.specs

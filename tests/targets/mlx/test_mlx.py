@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 import bridge
-from bridge.core.errors import PlanError, SchemeError
+from bridge.core.errors import CannotRun, PlanError, SchemeError, UsageError
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.quant.schemes.load import load_scheme
 from bridge.sources.opening import open_source
@@ -291,3 +292,15 @@ def test_lint_finds_what_mlx_lm_would_not_load(tmp_path: Path) -> None:
     found = "\n".join(target.lint(out, plan))
     assert "lm_head is affine, and lm_head.biases is missing" in found
     assert "not 3-bit codes in groups of 64" in found and "differ; mlx-lm writes one value for both" in found
+
+
+def test_running_without_mlx_lm_says_what_to_install(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mlx_lm"):
+        pytest.skip("mlx-lm is installed here")
+    with pytest.raises(CannotRun, match=r"needs mlx-lm: pip install mlx-lm on a Mac, 'mlx-lm\[cpu\]' elsewhere"):
+        load_target("mlx").runtime(tmp_path)
+
+
+def test_an_unknown_way_with_the_vocabulary_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"vocabulary='drop' \(--vocabulary\): use keep or quantize"):
+        bridge.plan(LLAMA, "mlx", "affine4", vocabulary="drop")
