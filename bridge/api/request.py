@@ -275,7 +275,7 @@ def given_calibration(
     calib.check()
     _check_lengths(calib, plan_)
     _check_codes(calib, plan_, source, structure)
-    if calib.input_square and not any(format_.weighted for format_ in scheme.formats):
+    if calib.input_square and not any(format_.watched for format_ in scheme.formats):
         warn(f"calib= (--calib) has an importance matrix, and scheme {scheme.name} uses none; q4_k_imatrix does")
     return calib
 

@@ -17,7 +17,7 @@ from bridge.core.errors import TableError, UsageError
 from bridge.core.machine import available_memory, cached_share, cores
 from bridge.core.mappings import mappings, read_table
 from bridge.core.text import duration, size
-from bridge.core.values import BY_SIGN, MSE, Numeric
+from bridge.core.values import MSE, OURS, Numeric
 from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Plan, Step
 from bridge.quant.describe import numeric_words
@@ -73,7 +73,7 @@ def operation_of(numeric: Numeric) -> str:
     'fp4 block 16 e4m3 mse'
     """
     # without data a third of it; with an importance matrix 2.6 times, after a calibration that takes far longer
-    search = MSE if numeric.search in BY_SIGN else numeric.search
+    search = MSE if numeric.search in OURS else numeric.search
     return " ".join(filter(None, [numeric_words(numeric), search]))
 
 

@@ -50,14 +50,14 @@ def measure_importance(
 
     model, sites = source.load_skeleton() if by_blocks else source.load_model(), job.structure.sites
     formats = {site.module: form for site in sites if (form := scheme.format_of(site))}
-    weighted = [s for s in sites if getattr(formats[s.module], "weighted", False) and s.layout != "conv"]
+    weighted = [s for s in sites if getattr(formats[s.module], "watched", False) and s.layout != "conv"]
     origins = live_names(model, source.specs)
     bindings = bind(weighted, formats, origins, tied_names(model))
     watch, held = InputSquares(bindings), None
     if any(one.format.ordered for one in bindings):
         from bridge.calibration.importance.columns import ColumnCodes
 
-        watch = ColumnCodes(bindings, origins, scheme)
+        watch = ColumnCodes(bindings, origins, scheme, job.structure.groups)
     if by_blocks:
         from bridge.calibration.walk.run import watch_by_blocks
 
@@ -77,14 +77,16 @@ def measure_importance(
             input_square=squares,
             weight_codes={**added_to.weight_codes, **watch.codes},
             applied=(*added_to.applied, *applied),
+            block_scales={**added_to.block_scales, **watch.block_scales},
+            weight_amax={**added_to.weight_amax, **watch.weight_amax},
         )
     provenance = provenance_of(job, model, ("qbridge", "torch", "transformers"))
     provenance = with_weights_digest(provenance, source, job.structure, watch.codes)
     if not by_blocks and reads_held_out(model, data):
         held = answer_of(model, data)
     return Calibration(
-        provenance, input_square=squares, weight_codes=watch.codes, expert_tokens=watch.tokens, applied=applied,
-        held_out=held,
+        provenance, input_square=squares, weight_codes=watch.codes, block_scales=watch.block_scales,
+        weight_amax=watch.weight_amax, expert_tokens=watch.tokens, applied=applied, held_out=held,
     )  # fmt: skip
 
 
@@ -110,6 +112,8 @@ class InputSquares(Watch):
         self._plain = dict.fromkeys((one.module, one.parameter) for one in self._bindings if one.expert is None)
         self._stacks = dict.fromkeys((one.module, one.parameter) for one in self._bindings if one.expert is not None)
         self._routing = ExpertTokens(self._bindings)
+        self.block_scales: dict[str, np.ndarray] = {}
+        self.weight_amax: dict[str, np.ndarray] = {}
         self.tokens = self._routing.tokens
         self.codes: dict[str, np.ndarray] = {}
 

@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 from bridge.core.errors import SchemeError
 from bridge.core.text import fold_layers, nearest, number
-from bridge.core.values import BY_SIGN, Format, Numeric, Site
+from bridge.core.values import OURS, Format, Numeric, Site
 from bridge.quant.schemes.grammar import Gate, Gates, Policies
 from bridge.quant.schemes.layer_ranges import from_start
 
@@ -120,7 +120,9 @@ class Scheme:
     @property
     def needs_modelopt(self) -> bool:
         """Whether ModelOpt collects any of these statistics; an importance matrix takes the plain model."""
-        return is_measured(self.kv) or any(is_calibrated(form) and not form.weighted for form in self.formats)
+        return is_measured(self.kv) or any(
+            is_measured(form.input) or (is_calibrated(form) and not form.watched) for form in self.formats
+        )
 
     @property
     def simulation_needs_cuda(self) -> str:
@@ -134,7 +136,7 @@ class Scheme:
     @property
     def not_simulated(self) -> str:
         """Why ModelOpt's fake-quantized model is another one on any device, "" if it is not."""
-        ours = any(n.search in BY_SIGN for form in self.formats for n in form.weight)
+        ours = any(n.search in OURS for form in self.formats for n in form.weight)
         return "ModelOpt has no quantizer with its scales" if ours else ""
 
     @property
@@ -219,7 +221,7 @@ def _without_smoothing(form: Format, site: Site) -> Format:
 
 def is_calibrated(form: Format) -> bool:
     """Whether `form` cannot be written without statistics of activations."""
-    return form.prescales or form.clipped or form.weighted or form.chosen or is_measured(form.input)
+    return form.prescales or form.clipped or form.watched or form.chosen or is_measured(form.input)
 
 
 def _needs_inputs(form: Format) -> bool:
