@@ -70,8 +70,8 @@ class ColumnCodes(InputSquares):
         for key in [key for key in self._grams if key[0] in held]:
             del self._grams[key]
 
-    def _add(self, key: tuple[str, str, int], values: Any, output: Any = None) -> None:
-        super()._add(key, values, output)
+    def _add(self, key: tuple[str, str, int], values: Any) -> None:
+        super()._add(key, values)
         if key not in self._ordered or key in self._same:
             return
         if self._last and self._last[0] is values and key not in self._grams:  # query, key and value

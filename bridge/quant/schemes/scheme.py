@@ -214,8 +214,7 @@ def _without_smoothing(form: Format, site: Site) -> Format:
     # experts, whose stack is one module with several matrices; its local Hessian takes them, not we
     changed = form.prescales or form.clipped or form.chosen
     if changed and (site.expert is not None or site.stacked or site.layout == "conv"):
-        alone = form.ordered and not site.stacked and site.layout != "conv"  # an expert of its own, whose input is seen
-        return replace(form, algorithm="imatrix" if alone else "max")
+        return replace(form, algorithm="imatrix" if form.ordered and site.layout != "conv" else "max")
     return form
 
 
