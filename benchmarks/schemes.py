@@ -45,7 +45,7 @@ from bridge.calibration.requirements import BY_ALGORITHM
 from bridge.core.dtypes import to_float32
 from bridge.core.errors import BridgeError, BridgeWarning
 from bridge.core.mappings import mappings
-from bridge.core.values import Numeric, TensorSpec
+from bridge.core.values import EITHER, Numeric, TensorSpec
 from bridge.planning.plan import Plan, Step
 from bridge.planning.structure import structure_of
 from bridge.quant.codec.decode import decode
@@ -206,7 +206,7 @@ def measure(bench: Bench, name: str) -> Cost:
     """Calibrate, convert, read back and run one scheme."""
     scheme = load_scheme(name)
     target = "gguf" if name.startswith("q") else "hf"  # llama.cpp's names of its blocks
-    options = {"format": "compressed-tensors"} if ":" in name else {}  # scales of either sign
+    options = {"format": "compressed-tensors"} if any(one.search == EITHER for one in scheme.weight) else {}
     try:
         plan = bridge.plan(bench.path, target, name, **options)
     except BridgeError as error:
