@@ -211,7 +211,6 @@ def measure(bench: Bench, name: str) -> Cost:
     target = "gguf" if name.startswith(("q", "iq")) else "hf"  # llama.cpp's names of its blocks
     target = "mlx" if name.startswith("affine") or name == "mxfp8_wo" else target
     options = {"vocabulary": "keep", "dtype": "fp16"} if target == "mlx" else {}
-    options |= {"format": "compressed-tensors"} if ":" in name else {}  # scales of either sign
     try:
         plan = bridge.plan(bench.path, target, name, **options)
     except BridgeError as error:

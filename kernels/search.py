@@ -1,4 +1,4 @@
-"""Squared errors of blocks under scales that are tried, and the best e4m3 scale.
+"""Squared errors of blocks under scales that are tried, and the best of a table of scales.
 
 Errors are computed and added in float32, in the order of `_total`. Magnitudes are enough, since codes keep signs, but
 for int4, whose range has one number more below zero.
@@ -34,8 +34,11 @@ def _total(errors):
 
 
 @inner
-def _fp4_error(x, scale, errors):
-    """The error of magnitudes x as e2m1 codes times `scale`; a scale of zero gives zeros.  Rounding: see `fp4.py`."""
+def _fp4_error(x, weights, scale, errors):
+    """The error of magnitudes x as e2m1 codes times `scale`, squares times `weights`; a scale of zero gives zeros.
+
+    Rounding: see `fp4.py`.
+    """
     divisor = scale if scale > np.float32(0) else np.float32(np.inf)
     factor = np.float32(scale)
     for i in range(x.size):
@@ -45,7 +48,7 @@ def _fp4_error(x, scale, errors):
         m = np.uint32(e + np.uint32(22 << 23)).view(np.float32)
         q = np.float32(np.float32(c.view(np.float32) + m) - m)
         d = np.float32(x[i] - np.float32(q * factor))
-        errors[i] = np.float32(d * d)
+        errors[i] = np.float32(np.float32(d * d) * weights[i])
     return _total(errors[: x.size])
 
 
@@ -57,11 +60,11 @@ def _magnitudes(row, out):
 
 
 def _block(bits, scale, block, out):
-    return np.empty(block, np.float32), np.empty(block, np.float32)
+    return np.empty(block, np.float32), np.empty(block, np.float32), np.ones(block, np.float32)
 
 
-@kernel("bits[:,:] float32[:,:] int64 float32[:,:]= float32[:] float32[:]", scratch=_block)
-def fp4_errors(bits, scale, block, out, x, errors):
+@kernel("bits[:,:] float32[:,:] int64 float32[:,:]= float32[:] float32[:] float32[:]", scratch=_block)
+def fp4_errors(bits, scale, block, out, x, errors, weights):
     """Write the error of each block of `block` values along a row as e2m1 codes times its `scale`.
 
     bits: (rows, cols) uint16 (bfloat16) or uint32 (float32).  scale, out: (rows, blocks) float32.
@@ -71,7 +74,7 @@ def fp4_errors(bits, scale, block, out, x, errors):
         for b in range(out.shape[1]):
             part = bits[r, b * block : min(cols, (b + 1) * block)]
             _magnitudes(part, x)
-            out[r, b] = _fp4_error(x[: part.size], scale[r, b], errors)
+            out[r, b] = _fp4_error(x[: part.size], weights, scale[r, b], errors)
 
 
 @inner
@@ -184,34 +187,50 @@ def integer_sweep(
             out[r, b] = np.float32(own * multipliers[best]) if best >= 0 else own
 
 
-def _swept(bits, amax, scales, block, codes):
-    return np.empty(block, np.float32), np.empty(block, np.float32)
+def _swept(bits, amax, importance, scales, block, codes):
+    return np.empty(block, np.float32), np.empty(block, np.float32), np.ones(block, np.float32)
 
 
-@kernel("bits[:,:] float32[:,:] float32[:] int64 uint8[:,:]= float32[:] float32[:]", scratch=_swept)
-def e4m3_sweep(bits, amax, scales, block, codes, x, errors):
-    """Write the e4m3 code of the scale under which a block as e2m1 codes has the least error, the first of equal ones.
+@kernel(
+    "bits[:,:] float32[:,:] float32[:] float32[:] int64 uint8[:,:]= float32[:] float32[:] float32[:]",
+    scratch=_swept,
+)
+def fp4_sweep(bits, amax, importance, scales, block, codes, x, errors, alike):
+    """Write the number of the scale under which a block as e2m1 codes has the least error, the first of equal ones.
 
     bits, block: see `fp4_errors`.  amax: (rows, blocks) float32.  codes: (rows, blocks) uint8.
-    scales: (126,) float32, the values of codes 1 to 126 times the scale above them, ascending, none zero.
+    importance: (cols,) float32, the weights of squared errors; those of a block of zeros, whose inputs say nothing of
+    it, are alike.  scales: (at most 255,) float32, ascending, none zero.
 
     From the first scale that holds amax it goes up until all codes are zero, and down until the largest value alone,
-    which saturates, has a larger error than the best: those beyond cannot be better. That tries 45 of the 126.
+    which saturates, has a larger error than the best: those beyond cannot be better. Of 126 e4m3 scales that tries 45.
     """
     cols = bits.shape[1]
     six, four = np.float32(6), np.float32(4)
     for r in range(bits.shape[0]):
         for b in range(codes.shape[1]):
             part = bits[r, b * block : min(cols, (b + 1) * block)]
+            weights = importance[b * block : min(cols, (b + 1) * block)]
+            heaviest = np.float32(0)
+            for i in range(part.size):
+                heaviest = max(heaviest, weights[i])
+            if heaviest == np.float32(0):
+                weights = alike[: part.size]
             _magnitudes(part, x)
-            largest = np.float32(amax[r, b])
-            first = 0
-            while first < scales.size - 1 and np.float32(six * scales[first]) < largest:
-                first += 1
+            largest, at = np.float32(amax[r, b]), 0
+            while at < part.size - 1 and x[at] < largest:
+                at += 1
+            low, first = 0, scales.size - 1
+            while low < first:
+                middle = (low + first) // 2
+                if np.float32(six * scales[middle]) < largest:
+                    low = middle + 1
+                else:
+                    first = middle
             best, error = first, np.float32(np.inf)
             k = first
             while k < scales.size:
-                loss = _fp4_error(x[: part.size], scales[k], errors)
+                loss = _fp4_error(x[: part.size], weights, scales[k], errors)
                 if loss < error:
                     best, error = k, loss
                 if scales[k] >= np.float32(four * largest):
@@ -220,13 +239,13 @@ def e4m3_sweep(bits, amax, scales, block, codes, x, errors):
             k = first - 1
             while k >= 0:
                 d = np.float32(largest - np.float32(six * scales[k]))
-                if np.float32(d * d) > error:
+                if np.float32(np.float32(d * d) * weights[at]) > error:
                     break
-                loss = _fp4_error(x[: part.size], scales[k], errors)
+                loss = _fp4_error(x[: part.size], weights, scales[k], errors)
                 if loss <= error:
                     best, error = k, loss
                 k -= 1
-            codes[r, b] = np.uint8(best + 1)
+            codes[r, b] = np.uint8(best)
 
 
 @inner

@@ -143,6 +143,7 @@ def calibrate(job: CalibrationJob) -> Calibration:
     from bridge.calibration.automatic import choose_samples
     from bridge.calibration.calibrate import calibrate as run
     from bridge.calibration.calibrate import choose_strategy
+    from bridge.calibration.requirements import token_warnings
 
     try:
         strategy = choose_strategy(job)
@@ -160,6 +161,8 @@ def calibrate(job: CalibrationJob) -> Calibration:
             warn_of(job.data)
         own = tuple(batch for _, batch in share_of(job.data.batches, job.workers))
         _warn_of_time("", replace(job, data=replace(job.data, batches=own)))
+        for line in token_warnings(job):
+            warn(line)
         made, chosen = run(job), job.data.chosen
         return replace(made, provenance=replace(made.provenance, chosen=chosen)) if chosen else made
     except CalibrationError as error:

@@ -18,9 +18,9 @@ from bridge.core.values import Format, Structure, main_dtype
 from bridge.core.version import install
 from bridge.planning.memory import extent, stream_memory
 from bridge.planning.passthrough import PassthroughScheme
-from bridge.planning.plan import Plan
+from bridge.planning.plan import Layout, Plan
 from bridge.planning.structure import structure_of
-from bridge.quant.calibration import Calibration
+from bridge.quant.calibration import Calibration, of_expert
 from bridge.quant.describe import chosen_words
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.checkpoint import as_stored
@@ -283,7 +283,7 @@ def given_calibration(
     calib.check()
     _check_lengths(calib, plan_)
     _check_codes(calib, plan_, source, structure)
-    if calib.input_square and not any(format_.weighted for format_ in scheme.formats):
+    if calib.input_square and not any(format_.watched for format_ in scheme.formats):
         warn(f"calib= (--calib) has an importance matrix, and scheme {scheme.name} uses none; q4_k_imatrix does")
     return calib
 
@@ -334,7 +334,10 @@ def _check_lengths(calib: Calibration, plan_: Plan) -> None:
                 wrong[module] = f"clips of blocks {clips}, and the weight has {grid}"
         if step.format.weighted:
             whole = replace(part, rows=None) if part.transposed else replace(part, cols=None)
-            (_, inputs), have = extent(whole, plan_.sources), len(calib.input_square[module])
+            (_, inputs), number = extent(whole, plan_.sources), part.expert
+            if step.layout is Layout.EXPERTS:  # [experts, in, out]
+                inputs, number = plan_.sources[part.source].shape[1], 0
+            have = len(calib.input_square[of_expert(module, number)])
             if have != inputs:
                 wrong[module] = f"importance of {have} inputs, and the weight has {inputs}"
     if wrong:

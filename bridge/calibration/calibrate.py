@@ -186,7 +186,7 @@ def _arguments(job: CalibrationJob) -> dict[str, str]:
 
 
 def _weighted(scheme: Scheme) -> bool:
-    return any(form.weighted for form in scheme.formats)
+    return any(form.watched for form in scheme.formats)
 
 
 def _in_memory(source: Source) -> Mapping[str, TensorSpec]:

@@ -18,7 +18,7 @@ from bridge.calibration.algorithms.columns import BACKEND
 from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import CalibrationError
 from bridge.core.text import fold_layers
-from bridge.core.values import AFFINE, BY_SIGN, MSE, Format, Numeric, Site
+from bridge.core.values import AFFINE, BY_SIGN, MSE, WEIGHTED, Format, Numeric, Site
 
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
@@ -63,9 +63,9 @@ def known_formats(sites: Iterable[Site], scheme: Scheme) -> dict[str, Format | s
     """Module -> its format, or why ModelOpt sees it unquantized: it does not have llama.cpp's numerics, nor our rules.
 
     Nor does it see convolutions in blocks of weights, which no target writes: its answers are compared with those of
-    what is written.
+    what is written. Of FP4's blocks whose scales we choose it measures the inputs, as if the scales were those of amax.
     """
-    formats = {site.module: scheme.format_of(site) for site in sites}
+    formats = {site.module: _without_our_scales(scheme.format_of(site)) for site in sites}
     searched = {m for m, form in formats.items() if isinstance(form, Format) and is_unknown(form)}
     unwritten = {
         site.module
@@ -75,6 +75,12 @@ def known_formats(sites: Iterable[Site], scheme: Scheme) -> dict[str, Format | s
     why = dict.fromkeys(unwritten, "convolution: block scales need a matrix")
     why |= dict.fromkeys(searched, "coded without ModelOpt")
     return formats | why
+
+
+def _without_our_scales(form: Format | str) -> Format | str:
+    if not isinstance(form, Format) or form.weight[0].search != WEIGHTED:
+        return form
+    return replace(form, weight=tuple(replace(one, search="") for one in form.weight), algorithm="max")
 
 
 def is_unknown(form: Format) -> bool:

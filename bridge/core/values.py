@@ -106,10 +106,12 @@ class LazyTensor:
 # the largest value of a block has the code 6 or 4; FP4 has no number between. "either": the largest value of a block
 # has the code of the largest magnitude, -8 of INT4, so that its scale may be negative. "positive": amax / 7.5 of INT4,
 # with which all codes are used, too. With an importance matrix those of the least weighted error, of such signs.
-MSE, FOUR_OVER_SIX, EITHER, POSITIVE = SEARCHES = ("mse", "four_over_six", "either", "positive")
+# "weighted": of all that FP4's blocks may have, the one of the least error, weighted if there is an importance matrix.
+MSE, FOUR_OVER_SIX, EITHER, POSITIVE, WEIGHTED = SEARCHES = ("mse", "four_over_six", "either", "positive", "weighted")
 
 
 BY_SIGN = (EITHER, POSITIVE)
+OURS = (*BY_SIGN, WEIGHTED)  # which may be weighted by an importance matrix, and under which our GPTQ chooses codes
 
 # MLX's affine groups, by bits of a code: each has a scale and a bias, so that its range may lie anywhere.
 AFFINE = {"affine2": 2, "affine3": 3, "affine4": 4, "affine5": 5, "affine6": 6, "affine8": 8}
@@ -195,13 +197,18 @@ class Format:
 
     @property
     def weighted(self) -> bool:
-        """Whether codes or scales are chosen for the least error weighted by the mean square of each input."""
+        """Whether codes or scales are written with the least error weighted by the mean square of each input."""
+        return self.algorithm == "imatrix" or (self.ordered and not self.rescaled)
+
+    @property
+    def watched(self) -> bool:
+        """Whether calibration watches the inputs of the plain model, without ModelOpt."""
         return self.algorithm == "imatrix" or self.ordered
 
     @property
     def ordered(self) -> bool:
         """Whether calibration chooses codes column by column, those with the largest inputs first: our GPTQ."""
-        return self.algorithm == "gptq" and self.weight[0].search in BY_SIGN
+        return self.algorithm == "gptq" and self.weight[0].search in OURS
 
     @property
     def compensated(self) -> bool:
@@ -216,7 +223,7 @@ class Format:
     @property
     def rescaled(self) -> bool:
         """Whether calibration chooses the scales of the weight's blocks."""
-        return self.algorithm == "local_hessian" or (self.compensated and self.weight[0].scale_dtype != "float32")
+        return self.algorithm == "local_hessian" or (self.compensated and self.weight[0].two_level)
 
     @property
     def chosen(self) -> bool:

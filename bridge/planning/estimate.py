@@ -17,7 +17,7 @@ from bridge.core.errors import TableError, UsageError
 from bridge.core.machine import available_memory, cached_share, cores
 from bridge.core.mappings import mappings, read_table
 from bridge.core.text import duration, size
-from bridge.core.values import AFFINE, BY_SIGN, MSE, Numeric
+from bridge.core.values import AFFINE, MSE, OURS, WEIGHTED, Numeric
 from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Plan, Step
 from bridge.quant.describe import numeric_words
@@ -72,10 +72,12 @@ def operation_of(numeric: Numeric) -> str:
     >>> operation_of(Numeric("float4_e2m1fn", "block", (16,), "float8_e4m3fn", search="mse"))
     'fp4 block 16 e4m3 mse'
     """
+    if numeric.search == WEIGHTED and not numeric.two_level:  # few powers of two are tried
+        return "fp4 block 16 e4m3 four_over_six"
     # without data a third of it; with an importance matrix 2.6 times, after a calibration that takes far longer
     if numeric.dtype in AFFINE:  # one pass over each group, too, whatever its bits: SmolLM2 took 4 ns a value
         return "int4 block 32"
-    search = MSE if numeric.search in BY_SIGN else numeric.search
+    search = MSE if numeric.search in OURS else numeric.search
     return " ".join(filter(None, [numeric_words(numeric), search]))
 
 

@@ -201,8 +201,7 @@ def _expert_notes(scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...]:
     if scheme and experts and scheme.format.clipped:
         return (f"experts are not clipped by {scheme.format.algorithm}, which sees single matrices, as in ModelOpt",)
     if scheme and scheme.format.chosen and (experts or any(site.stacked for site in sites)):
-        searched = scheme.format.ordered and not any(site.stacked for site in sites)
-        how = "have scales of the least weighted error" if searched else "are rounded to nearest"
+        how = "have scales of the least weighted error" if scheme.format.ordered else "are rounded to nearest"
         return (f"experts {how}: {scheme.format.algorithm} takes modules with one matrix here",)
     return ()
 

@@ -91,6 +91,11 @@ class HeldOut:
     quantized_perplexity: float | None = None
 
 
+def of_expert(module: str, number: int | None) -> str:
+    """The name under which a statistic of one expert of a stack is found; without a number that of the module."""
+    return module if number is None else f"{module}.{number}"
+
+
 @dataclass(frozen=True, repr=False)
 class Calibration(Displayed):
     """Statistics by checkpoint module name, all float32, and the codes and scales that calibration computed.
@@ -100,7 +105,8 @@ class Calibration(Displayed):
     `awq_scale` (in,): factor of the weight along `in` (ModelOpt's `awq_lite.best_scale`); the input is divided by it.
     `pre_scale` (in,): factor of the input, by which the weight is divided, if it does not follow from the two above
     (SmoothQuant with another alpha, modules that no token reached). `k_amax`, `v_amax` (): by attention module.
-    `input_square` (in,): mean of x^2 of the input over the tokens that reached it: llama.cpp's importance matrix.
+    `input_square` (in,): mean of x^2 of the input over the tokens that reached it: llama.cpp's importance matrix; of
+    each expert of a stack (`of_expert`).
     `weight_clip` (out, blocks): the part of its amax that the scale of each block of the weight covers, 1 for all.
     `expert_tokens` (experts,): tokens that each expert received, by the name of a layer's experts.
     `weight_codes` (rows, columns / 2): the codes that GPTQ chose, in the axes of the stored weight, two to a byte, the
@@ -173,7 +179,8 @@ class Calibration(Displayed):
         return {
             "input amax": is_measured(form.input) and not seen,
             "amax of the input before smoothing": is_measured(form.input) and seen and smoothed and not form.prescales,
-            "mean square of the input (importance matrix)": form.weighted and module not in self.input_square,
+            "mean square of the input (importance matrix)": form.weighted
+            and not {module, of_expert(module, 0)} & {*self.input_square},
             "clip of the blocks of the weight": form.clipped and module not in self.weight_clip,
             f"codes chosen by {form.algorithm}": form.compensated and module not in self.weight_codes,
             f"block scales chosen by {form.algorithm}": form.rescaled

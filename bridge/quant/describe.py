@@ -6,14 +6,27 @@ import math
 from collections.abc import Iterable
 
 from bridge.core.dtypes import DTYPES
-from bridge.core.values import AFFINE, BY_SIGN, EITHER, FOUR_OVER_SIX, MAXBOUND, MSE, POSITIVE, Format, Numeric
+from bridge.core.values import (
+    AFFINE,
+    BY_SIGN,
+    EITHER,
+    FOUR_OVER_SIX,
+    MAXBOUND,
+    MSE,
+    POSITIVE,
+    WEIGHTED,
+    Format,
+    Numeric,
+)
 from bridge.quant.schemes.scheme import Scheme
 
 SEARCHED = {
     MSE: ", scales with the least error", FOUR_OVER_SIX: ", each scale the better of two",
-    EITHER: ", scales of either sign", POSITIVE: ", scales for all codes",
+    EITHER: ", scales of either sign", POSITIVE: ", scales for all codes", WEIGHTED: ", scales with the least error",
 }  # fmt: skip
-_SIGNS = {EITHER: " with scales of either sign", POSITIVE: " with positive scales"}
+_SCALES = {
+    EITHER: " with scales of either sign", POSITIVE: " with positive scales", WEIGHTED: " with searched scales"
+}  # fmt: skip
 SHORT = {"float8_e4m3fn": "fp8", "float4_e2m1fn": "fp4"}
 
 
@@ -50,7 +63,7 @@ def contract_words(format_: Format) -> str:
 def chosen_words(formats: Iterable[Format]) -> str:
     """The formats whose codes or scales calibration chooses, "" without any: `gptq int4 block 128`."""
     words = {
-        f"{f.algorithm} {numeric_words(f.weight[0])}{_SIGNS.get(f.weight[0].search, '')}" for f in formats if f.chosen
+        f"{f.algorithm} {numeric_words(f.weight[0])}{_SCALES.get(f.weight[0].search, '')}" for f in formats if f.chosen
     }
     return ", ".join(sorted(words))
 
@@ -95,8 +108,8 @@ def scale_words(format_: Format, of: str, joined: str = "") -> str:
     first = format_.weight[0]
     if first.dtype in AFFINE:
         return f"range({of}){joined} / {2 ** AFFINE[first.dtype] - 1}"
-    if first.search in BY_SIGN:
-        return f"{'calibration: least error' if format_.weighted else 'all codes'}({of}){joined}"
+    if format_.watched or first.search in BY_SIGN:
+        return f"{'calibration: least error' if format_.watched else 'all codes'}({of}){joined}"
     amax = "calibration: clip * amax" if format_.clipped else first.search or "amax"
     return f"{amax}({of}){joined} / {first.maxbound:g}"
 

@@ -44,9 +44,15 @@ SCALES_AT_ONCE = 1 << 18  # bytes that are written together: a write takes longe
 
 
 def weight_amax(step: Step, context: ConversionContext, buffers: Buffers) -> float:
-    """max |x| of a quantized step's weight as it will be coded, before it is cast; 0 if its codes are copied."""
+    """max |x| of a quantized step's weight as it will be coded, before it is cast; 0 if its codes are copied.
+
+    It is that of all weights with which calibration chose its codes, under one scale, so that they stay those codes.
+    """
     if context.plan.copies(step):
         return 0.0
+    if step.format and step.format.ordered and step.format.rescaled:
+        assert context.calibration, "a format whose codes are chosen is calibrated"
+        return max(float(context.calibration.weight_amax[module]) for module in step.modules)
     spec, rows, prepared = prepared_weight(step, context, buffers)
     if step.layout is Layout.WHOLE:
         return finite_amax(prepared.whole(step, rows), spec)

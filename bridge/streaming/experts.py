@@ -7,6 +7,7 @@ is in memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from bridge.quant.codec.decode import decode
 from bridge.quant.codec.encode import encode
 from bridge.sources.source import Source
 from bridge.streaming.context import ConversionContext, Sink
+from bridge.streaming.scales import importance_of
 
 PARTS = {"codes": "weight", "scale": "scale"}  # arrays that each expert has: the codec's name -> the step's part
 
@@ -32,8 +34,11 @@ def write_experts(step: Step, context: ConversionContext, amax: float | None, si
     for number in range(spec.shape[0]):
         bits = expert(step, context.source, number)
         zero = zero and not bits.any()
-        arrays = encode(bits, spec.dtype, step.format.weight, coding=step.coding, amax=amax, name=step.source)
-        if not number:
+        importance = importance_of(step, replace(step.inputs[0], expert=number), context.calibration)
+        arrays = encode(
+            bits, spec.dtype, step.format.weight, coding=step.coding, amax=amax, name=step.source, importance=importance
+        )
+        if not number and "scale_2" in arrays:
             sink(outputs["scale_2"], arrays["scale_2"], 0)
         for key, part in PARTS.items():
             array = transposed(arrays[key])

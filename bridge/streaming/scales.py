@@ -15,7 +15,7 @@ from bridge.core.errors import SourceError
 from bridge.core.values import Encoding, Numeric, Site, Slice, TensorSpec
 from bridge.planning.memory import extent
 from bridge.planning.plan import Output, Step
-from bridge.quant.calibration import Calibration
+from bridge.quant.calibration import Calibration, of_expert
 from bridge.quant.codec.arrays import Array, cast
 from bridge.quant.codec.clip import Clip
 from bridge.quant.codec.packing import zero_word
@@ -98,7 +98,8 @@ def importance_of(step: Step, part: Slice, calibration: Calibration | None) -> A
     if not (step.format and step.format.weighted):
         return None
     assert calibration and step.site, "a format with an importance matrix is calibrated"
-    return np.asarray(calibration.input_square[part.module or step.site.module][slice(*(part.inner or (None, None)))])
+    name = of_expert(part.module or step.site.module, part.expert)
+    return np.asarray(calibration.input_square[name][slice(*(part.inner or (None, None)))])
 
 
 def importance_of_all(step: Step, calibration: Calibration | None) -> Array | None:

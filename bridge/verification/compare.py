@@ -46,7 +46,7 @@ def compare_step(
         case Layout.WHOLE:
             return _compare_whole(step, source, output, scales, buffers)
         case Layout.EXPERTS:
-            return _compare_experts(step, source, output, buffers)
+            return _compare_experts(step, source, output, scales, buffers)
         case Layout.SCALES | Layout.PLAIN:
             raise AssertionError(f"{step.source} is not a quantized weight")
 
@@ -202,7 +202,9 @@ def _chosen_values(
     return transposed(found) if layout == "in_out" else found
 
 
-def _compare_experts(step: Step, source: Source, output: OutputReader, buffers: Buffers) -> ErrorSums:
+def _compare_experts(
+    step: Step, source: Source, output: OutputReader, scales: ExpectedScales, buffers: Buffers
+) -> ErrorSums:
     assert step.format
     spec, total = source.specs[step.source], ErrorSums()
     outputs = {output.part: output for output in step.outputs}
@@ -212,7 +214,8 @@ def _compare_experts(step: Step, source: Source, output: OutputReader, buffers: 
             stored = output.rows(outputs[part], number, number + 1, spec.shape[0], buffers)
             arrays[key] = transposed(stored.reshape(outputs[part].spec.shape[1:]))
         bits = expert(step, source, number)
-        total += compare(bits, spec.dtype, arrays, step.format.weight, coding=step.coding)
+        importance = scales.importance(step, replace(step.inputs[0], expert=number))
+        total += compare(bits, spec.dtype, arrays, step.format.weight, coding=step.coding, importance=importance)
     return total
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from bridge._kernels.compare import BYTES, COLUMNS, E2M1, E4M3, E5M2, INT4, INT8, ROWS
 from bridge._kernels.compare import compare as _compare
 from bridge.core.dtypes import DTYPES, SEARCHED, UNIT, to_float32
-from bridge.core.values import AFFINE, EITHER, Encoding, Numeric
+from bridge.core.values import AFFINE, EITHER, WEIGHTED, Encoding, Numeric
 from bridge.quant.codec import affine, kquants
 from bridge.quant.codec import arrays as _bits
 from bridge.quant.codec.arrays import Array
@@ -27,7 +27,7 @@ from bridge.quant.codec.fake_quant import runtime_codes
 from bridge.quant.codec.ggml import TYPES, own_rounding
 from bridge.quant.codec.packing import unpacked_codes
 from bridge.quant.codec.scales import Scales
-from bridge.quant.codec.search import searched_scales
+from bridge.quant.codec.search import CODES, searched_scales
 from bridge.verification.scale_range import ScaleStats, scale_stats
 
 KINDS = {"int8": INT8, "int4": INT4, "float8_e4m3fn": E4M3, "float8_e5m2": E5M2, "float4_e2m1fn": E2M1}
@@ -224,6 +224,10 @@ class Comparer:
         """The codes of blocks whose scale is not the one that a search with the importance finds."""
         block = self._first.block[0]
         stored = factor[:, :: block // self._blocks.across]  # ggml's blocks repeat a scale
+        if self._first.search == WEIGHTED:
+            divisors = self._factor(CODES[self._first.scale_dtype]).reshape(-1)
+            again = searched_scales(bits, self._dtype, self._first, importance, divisors)
+            return int((again != stored).sum()) * block
         scales = searched_scales(bits, self._dtype, self._first, importance)
         again = Scales((self._first,), self._dtype, self._coding, None).of_signed(scales)[0]["scale"]
         return int((to_float32(again, self._coding.scale_is) != stored).sum()) * block

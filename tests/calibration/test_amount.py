@@ -33,7 +33,17 @@ LLAMA = Path(__file__).parent.parent.parent / "examples" / "models" / "tiny-llam
 
 @pytest.mark.parametrize(
     ("quant", "kv", "rows"),
-    [("fp8", None, 32), ("int4_awq", None, 32), ("int8_wo", "fp8", 32), ("int8", None, 128), ("int8_sq", None, 128)],
+    [
+        ("fp8", None, 32),
+        ("int4_awq", None, 32),
+        ("int8_wo", "fp8", 32),
+        ("int8", None, 128),
+        ("int8_sq", None, 128),
+        ("int4:gptq", None, 128),
+        ("nvfp4_wo:gptq", None, 128),
+        ("nvfp4_wo:imatrix", None, 32),
+        ("nvfp4_gptq", None, 32),
+    ],
 )
 def test_the_default_follows_the_algorithm(quant: str, kv: str | None, rows: int) -> None:
     assert default_samples(load_scheme(quant, kv=kv)) == rows

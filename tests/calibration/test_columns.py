@@ -11,34 +11,58 @@ import pytest
 import torch
 
 import bridge
+from bridge.calibration.data import Sampling, prepare
 from bridge.calibration.importance.columns import column_codes
+from bridge.calibration.job import CalibrationJob
+from bridge.calibration.requirements import token_warnings
 from bridge.core.errors import CalibrationError, PlanError, SchemeError
 from bridge.core.values import Numeric
+from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
-from bridge.quant.codec.search import searched_scales
+from bridge.quant.codec.search import SCALES, searched_scales
 from bridge.quant.schemes.load import load_scheme
+from bridge.sources.opening import open_source
 from tests.blocks import ROOT
 from tests.models.decoder_families import build
 
 BLOCK = 16
 NUMERIC = Numeric("int4", "block", (BLOCK,), search="either")
+NVFP4 = Numeric("float4_e2m1fn", "block", (BLOCK,), "float8_e4m3fn", search="weighted")
+MXFP4 = Numeric("float4_e2m1fn", "block", (BLOCK,), "float8_e8m0fnu", search="weighted")
+GRIDS = [NUMERIC, NVFP4, MXFP4]
+MAGNITUDES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 LLAMA = {
     "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32
 }  # fmt: skip
 BATCHES = [{"input_ids": torch.randint(3, 97, (4, 24), generator=torch.Generator().manual_seed(n))} for n in range(3)]
 
 
-def problem(rows: int, cols: int, seed: int = 0) -> tuple[Any, Any, Any]:
+def problem(rows: int, cols: int, seed: int = 0, numeric: Numeric = NUMERIC) -> tuple[Any, Any, Any]:
     """A weight, inputs that are alike and of very different size, and scales of the least weighted error."""
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(300, cols, generator=random) @ torch.randn(cols, cols, generator=random)
     x *= torch.logspace(-1, 1, cols)[torch.randperm(cols, generator=random)]
     weight = torch.randn(rows, cols, generator=random)
-    scales = searched_scales(weight.numpy(), "float32", NUMERIC, x.square().mean(0).numpy())
+    divisors = SCALES["float8_e4m3fn"] * np.float32(weight.abs().max() / (6 * 448)) if numeric.two_level else None
+    scales = searched_scales(weight.numpy(), "float32", numeric, x.square().mean(0).numpy(), divisors)
     return weight, x, torch.from_numpy(scales)
 
 
-def by_definition(weight: Any, gram: Any, scales: Any, damp: float) -> Any:
+def nearest(quotient: Any, numeric: Numeric) -> Any:
+    """The values of the nearest codes."""
+    if numeric.dtype == "int4":
+        return quotient.round().clamp(-8, 7)
+    at = (quotient.abs().double()[..., None] - MAGNITUDES).abs().argmin(-1)
+    return (MAGNITUDES[at] * quotient.sign()).to(quotient.dtype)
+
+
+def values_of(codes: Any, numeric: Numeric) -> Any:
+    if numeric.dtype == "int4":
+        return codes.double()
+    return MAGNITUDES[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
+
+
+def by_definition(weight: Any, gram: Any, scales: Any, damp: float, numeric: Numeric) -> Any:
     """Each column is rounded, then all that are left are fitted anew by least squares, in float64."""
     wide, hessian = weight.double(), gram.double()
     hessian = hessian + damp * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
@@ -46,7 +70,7 @@ def by_definition(weight: Any, gram: Any, scales: Any, damp: float) -> Any:
     codes, current = torch.zeros_like(wide), wide.clone()
     for at, column in enumerate(order):
         step = scales[:, column // BLOCK].double()
-        codes[:, column] = (current[:, column] / step).round().clamp(-8, 7)
+        codes[:, column] = nearest(current[:, column] / step, numeric)
         current[:, column] = codes[:, column] * step
         left = order[at + 1 :]
         if len(left):
@@ -56,32 +80,35 @@ def by_definition(weight: Any, gram: Any, scales: Any, damp: float) -> Any:
     return codes
 
 
-def test_codes_are_those_of_the_definition() -> None:
-    weight, x, scales = problem(12, 48)
-    got = column_codes(weight, x.T @ x, scales, NUMERIC, 0.01)
-    want = by_definition(weight, x.T @ x, scales, 0.01)
+@pytest.mark.parametrize("numeric", GRIDS)
+def test_codes_are_those_of_the_definition(numeric: Numeric) -> None:
+    weight, x, scales = problem(12, 48, numeric=numeric)
+    got = column_codes(weight, x.T @ x, scales, numeric, 0.01)
+    want = by_definition(weight, x.T @ x, scales, 0.01, numeric)
     assert got.dtype == torch.int8
-    assert (got == want).float().mean() > 0.995  # float32 against float64: a few are near ties
+    # float32 against float64: a few are near ties
+    assert (values_of(got, numeric) == want).float().mean() > 0.995
 
 
+@pytest.mark.parametrize("numeric", GRIDS)
 @pytest.mark.parametrize("cols", [48, 320])  # within COLUMNS, and beyond
-def test_outputs_err_less_than_with_the_nearest_codes(cols: int) -> None:
-    weight, x, scales = problem(32, cols, seed=cols)
+def test_outputs_err_less_than_with_the_nearest_codes(cols: int, numeric: Numeric) -> None:
+    weight, x, scales = problem(32, cols, seed=cols, numeric=numeric)
     wide = scales.repeat_interleave(BLOCK, 1)
-    nearest = (weight / wide).round().clamp(-8, 7)
 
-    def error(codes: Any) -> float:
-        return float((x @ (codes.float() * wide - weight).T).norm())
+    def error(values: Any) -> float:
+        return float((x @ (values.float() * wide - weight).T).norm())
 
-    codes = column_codes(weight, x.T @ x, scales, NUMERIC, 0.01)
-    assert error(codes) < 0.75 * error(nearest)
+    codes = column_codes(weight, x.T @ x, scales, numeric, 0.01)
+    assert error(values_of(codes, numeric)) < 0.75 * error(nearest(weight / wide, numeric))
 
 
-def test_a_block_of_zeros_and_a_silent_input_have_codes() -> None:
-    weight, x, scales = problem(8, 32)
+@pytest.mark.parametrize("numeric", GRIDS)
+def test_a_block_of_zeros_and_a_silent_input_have_codes(numeric: Numeric) -> None:
+    weight, x, scales = problem(8, 32, numeric=numeric)
     weight[3, :BLOCK], scales[3, 0], x[:, 5] = 0, 0, 0
-    codes = column_codes(weight, x.T @ x, scales, NUMERIC, 0.01)
-    assert not codes[3, :BLOCK].any() and torch.isfinite(codes.float()).all()
+    codes = column_codes(weight, x.T @ x, scales, numeric, 0.01)
+    assert not (codes[3, :BLOCK] & 7).any() and torch.isfinite(codes.float()).all()
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +153,43 @@ def test_joined_matrices_experts_and_repeated_scales_are_proved(name: str, targe
     counts = {count.what: (count.n, count.of) for count in report.parity.counts}
     assert counts["codes that are those that calibration chose"][1] > 0
     assert all(n == of for n, of in counts.values())
+
+
+@pytest.mark.parametrize(
+    ("quant", "target"),
+    [("nvfp4_wo:gptq", "hf"), ("nvfp4_wo:gptq", "gguf"), ("mxfp4_wo:gptq", "hf"), ("mxfp4_wo:gptq", "gguf")],
+)
+def test_fp4_codes_are_written_under_the_scales_that_they_were_chosen_for(
+    quant: str, target: str, tmp_path: Any
+) -> None:
+    batches = [{"input_ids": batch["input_ids"] % 97} for batch in BATCHES]
+    options: dict[str, Any] = {"format": "compressed-tensors"} if target == "hf" else {}
+    options |= {"data": batches, "samples": None, "progress": False}
+    report = bridge.convert(ROOT / "examples/models/tiny-llama", target, quant, tmp_path / "out", **options)
+    assert report.passed and report.parity and not report.findings
+    counts = {count.what: (count.n, count.of) for count in report.parity.counts}
+    assert counts["codes that are those that calibration chose"][1] > 0
+    assert all(n == of for n, of in counts.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", ["nvfp4:gptq", "nvfp4:imatrix"])
+def test_inputs_are_measured_beside_the_codes(model: Any, quant: str, tmp_path: Any) -> None:
+    report = bridge.convert(model, "hf", quant, tmp_path / "out", data=BATCHES, samples=None, progress=False)
+    assert report.passed and report.parity and not report.findings
+    made = Calibration.load(tmp_path / "out" / "bridge" / "calibration.safetensors")
+    assert set(made.input_amax) == set(made.input_square)
+    assert bool(made.weight_codes) == bool(made.block_scales) == (quant == "nvfp4:gptq")
+
+
+@pytest.mark.parametrize(("quant", "sequence", "told"), [("int4:gptq", 8, True), ("int4:gptq", 128, False)])
+def test_fewer_tokens_than_inputs_are_told_with_the_rows_that_it_takes(quant: str, sequence: int, told: bool) -> None:
+    source, scheme = open_source(ROOT / "examples/models/tiny-llama"), load_scheme(quant)
+    data = prepare(None, source, Sampling(samples=16, sequence=sequence))
+    said = token_warnings(CalibrationJob(source, structure_of(source), scheme, data))
+    assert bool(said) == told
+    if told:  # ffn = 384, 128 tokens
+        assert "samples=48 (--samples 48)" in said[0] and "int4:imatrix" in said[0]
 
 
 def test_another_models_codes_are_refused(model: Any, calibration: Calibration, tmp_path: Any) -> None:

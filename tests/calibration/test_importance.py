@@ -18,6 +18,7 @@ from bridge.core.errors import CalibrationError, SchemeError  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402
 from bridge.quant.schemes.catalog import read_scheme  # noqa: E402
 from bridge.quant.schemes.grammar import Policies  # noqa: E402
+from tests.models.decoder_families import build as decoder  # noqa: E402
 from tests.models.export_families import build  # noqa: E402
 from tests.oracles.importance import importance_of  # noqa: E402
 
@@ -80,6 +81,64 @@ def test_experts_count_their_own_tokens_and_one_without_any_weighs_all_inputs_al
         assert applied == {mark + leaf for leaf in ("w1", "w2", "w3")}
         assert all((calibration.input_square[name] == 1).all() for name in applied)
     assert {(one.what, one.case, one.policy) for one in calibration.applied} == {("importance", "never seen", "ones")}
+
+
+STACKS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "quant", "options"),
+    [
+        ("GptOssForCausalLM", "nvfp4_wo:imatrix", {"format": "modelopt"}),
+        ("Llama4ForCausalLM", "nvfp4_wo:gptq", {"format": "modelopt"}),
+        ("Llama4ForCausalLM", "nvfp4_wo:imatrix", {"format": "compressed-tensors"}),
+    ],
+)
+def test_experts_of_a_stack_are_searched_with_their_own_inputs(
+    family: str, quant: str, options: dict[str, str], tmp_path: Path
+) -> None:
+    model = decoder(family, torch.float32, **STACKS, vocab_size=97)
+    batches = [{"input_ids": torch.randint(3, 97, (4, 24))} for _ in range(3)]
+    report = bridge.convert(model, "hf", quant, tmp_path / "out", data=batches, progress=False, **options)
+    assert report.passed and report.parity and not report.findings
+    counts = {count.what: (count.n, count.of) for count in report.parity.counts}
+    assert all(n == of for n, of in counts.values())
+    experts = {name: module for name, module in model.named_modules() if name.endswith(".experts")}
+    seen: dict[str, list[Any]] = {}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda _, args, given, name=name: seen.setdefault(name, []).append((*args, *given.values())),
+            with_kwargs=True,
+        )
+        for name, module in experts.items()
+    ]
+    with torch.no_grad():
+        for batch in batches[:-1]:  # the last is held out
+            model(**batch)
+    for hook in hooks:
+        hook.remove()
+    found, compared = Calibration.load(tmp_path / "out" / "bridge" / "calibration.safetensors"), 0
+    for name, calls in seen.items():
+        for number in range(model.config.num_local_experts):
+            rows = []
+            for inputs, *chosen in calls:
+                if chosen:  # the numbers of each token's experts
+                    rows.append(inputs.reshape(-1, inputs.shape[-1])[(chosen[0] == number).any(-1)])
+                else:  # all tokens for each expert, those of others are zero
+                    own = inputs.reshape(model.config.num_local_experts, -1, inputs.shape[-1])[number]
+                    rows.append(own[(own != 0).any(-1)])
+            want = torch.cat(rows).double().square().mean(0).numpy()
+            ours = found.input_square[f"{name}.gate_up_proj.{number}"]
+            assert np.allclose(ours, want, rtol=1e-4, atol=0), (name, number)  # eager experts add in another order
+            compared += 1
+    assert compared == len(experts) * model.config.num_local_experts > 0
 
 
 def test_modelopt_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_the_best_of_a_program_is_loaded_by_it_and_has_the_least_divergence() ->
             name = cell.partition("`")[2].partition("`")[0]
             assert any(not of.lacks(load_scheme(name).formats) for of in by_name[program].contracts)
             assert cell.endswith(f" {read_costs()[name]['tiny-llama'].kl:.4f}")
-    assert "[`nvfp4_wo_mse`](nvfp4_wo_mse.md)" in next(line for line in costs.best().splitlines() if "`vllm`" in line)
+    assert "[`nvfp4_wo:mse`](nvfp4_wo-mse.md)" in next(line for line in costs.best().splitlines() if "`vllm`" in line)
 
 
 @pytest.mark.slow

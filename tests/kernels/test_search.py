@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -146,3 +149,41 @@ def test_pieces_of_rows_and_the_transpose_get_the_same_scales(numeric: Numeric) 
     amax = float(reference.block_amax(weight("bfloat16"), 1, 512).max())
     half = encode(bits[24:], "bfloat16", (numeric,), amax=amax)
     np.testing.assert_array_equal(half["scale"], whole["scale"][24:])
+
+
+@pytest.mark.parametrize("scale_dtype", ["float8_e4m3fn", "float8_e8m0fnu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sigma", [0.0, 2.0])
+def test_no_scale_has_a_smaller_weighted_error(dtype: str, scale_dtype: str, sigma: float) -> None:
+    """All scales that a block may have, in float64, with codes from a table of FP4's magnitudes."""
+    block = 16 if scale_dtype == "float8_e4m3fn" else 32
+    numeric = Numeric("float4_e2m1fn", "block", (block,), scale_dtype, search="weighted")
+    w, importance = weight(dtype, 16, 256), np.random.default_rng(1).lognormal(0, sigma, 256).astype(np.float32)
+    importance[:block] = 0  # inputs that say nothing of their block: as if alike
+    made = encode(stored(w), dtype, (numeric,), importance=importance)
+    blocks = w.double().numpy().reshape(16, -1, 1, block)
+    weights = np.where(importance.any() & (np.arange(256) < block), 1.0, importance.astype(np.float64))
+    weights = weights.reshape(1, -1, 1, block)
+    if scale_dtype == "float8_e4m3fn":
+        scales = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        scales = scales * float(np.abs(blocks).max()) / (6 * 448)
+        decoded = made["scale"].view(ml_dtypes.float8_e4m3fn).astype(np.float64) * float(made["scale_2"])
+    else:
+        scales = np.exp2(np.arange(-60.0, 20.0))
+        decoded = np.exp2(made["scale"].astype(np.float64) - 127)
+
+    def error(scale: np.ndarray) -> np.ndarray:
+        quotient, magnitudes = np.abs(blocks) / scale[..., None], np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        nearest = magnitudes[np.abs(quotient[..., None] - magnitudes).argmin(-1)]
+        return (weights * (np.abs(blocks) - nearest * scale[..., None]) ** 2).sum(-1)
+
+    least, own = error(scales).min(-1), error(decoded[..., None])[..., 0]
+    rounded = 1e-12 * (weights * blocks**2).sum((-1, -2))  # of a block that has no error but that of float32
+    assert (own <= least * (1 + 1e-4) + rounded).all()
+
+
+def test_scales_weighted_alike_are_those_of_the_least_error() -> None:
+    w = weight("float32")
+    mse, ours = FP4["mse"], replace(FP4["mse"], search="weighted")
+    for name, array in encode(stored(w), "float32", (mse,)).items():
+        np.testing.assert_array_equal(encode(stored(w), "float32", (ours,))[name], array)

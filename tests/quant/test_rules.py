@@ -132,11 +132,14 @@ def test_a_negative_scale_fails_the_proof_of_a_scheme_with_positive_ones() -> No
 
 def test_names_with_a_colon_are_schemes_in_any_case() -> None:
     names = [name for name in scheme_names() if ":" in name]
-    assert names == ["int4:gptq", "int4:imatrix", "int4:rtn"]
+    fp4 = [f"{layout}:{rule}" for layout in ("nvfp4", "nvfp4_wo") for rule in ("gptq", "imatrix", "mse")]
+    assert names == ["int4:gptq", "int4:imatrix", "int4:rtn", "mxfp4_wo:gptq", "mxfp4_wo:imatrix", *fp4]
     assert load_scheme("INT4:RTN") == load_scheme("int4:rtn")
     assert not load_scheme("int4:rtn").needs_calibration
     assert load_scheme("int4:gptq").needs_calibration and not load_scheme("int4:gptq").needs_modelopt
     assert load_scheme("int4:gptq").digest != load_scheme("int4_gptq").digest
+    assert load_scheme("nvfp4:mse").digest == load_scheme("nvfp4_mse").digest
+    assert load_scheme("nvfp4:gptq").needs_modelopt and not load_scheme("nvfp4_wo:gptq").needs_modelopt
 
 
 @pytest.mark.parametrize(
@@ -144,7 +147,7 @@ def test_names_with_a_colon_are_schemes_in_any_case() -> None:
     [
         ("int4:best", "a choice among rules .* here name the rule: int4:rtn, int4:imatrix, int4:gptq"),
         ("int4:bets", "int4 has no rule 'bets'; .*best"),
-        ("int3:rtn", "'int3' is no layout that has rules; known: int4"),
+        ("int3:rtn", "'int3' is no layout that has rules; known: int4, mxfp4_wo, nvfp4, nvfp4_wo"),
         ("int4:", "int4 has no rule ''"),
         ("int4", "here name the rule: .*int4:gptq"),
         ("INT4:Best", "here name the rule: .*int4:gptq"),

@@ -23,11 +23,13 @@ from bridge.verification.weight_error import compare
 ALL = [
     "affine2", "affine3", "affine4", "affine5", "affine6", "affine8", "fp8", "fp8_block", "fp8_block_dynamic",
     "fp8_pc_pt", "int4:gptq", "int4:imatrix", "int4:rtn", "int4_awq", "int4_awq_clip", "int4_awq_full", "int4_gptq",
-    "int4_mse", "int4_wo", "int8", "int8_pc_pt", "int8_sq", "int8_wo", "iq4_nl", "iq4_xs", "mxfp4", "mxfp4_wo", "mxfp8",
-    "mxfp8_wo", "nvfp4", "nvfp4_awq", "nvfp4_experts_only", "nvfp4_four_over_six", "nvfp4_gptq", "nvfp4_input_scale1",
-    "nvfp4_local_hessian", "nvfp4_mlp_only", "nvfp4_mse", "nvfp4_wo", "nvfp4_wo_mse", "q2_k", "q3_k_l", "q3_k_m",
-    "q3_k_s", "q4_0", "q4_0_imatrix", "q4_1", "q4_k", "q4_k_imatrix", "q4_k_m", "q4_k_s", "q5_0", "q5_1", "q5_k",
-    "q5_k_imatrix", "q5_k_m", "q5_k_s", "q6_k", "q6_k_imatrix", "q8_0", "w4a8_awq", "w4a8_fp8", "w4a8_nvfp4_fp8",
+    "int4_mse", "int4_wo", "int8", "int8_pc_pt", "int8_sq", "int8_wo", "iq4_nl", "iq4_xs", "mxfp4", "mxfp4_wo",
+    "mxfp4_wo:gptq", "mxfp4_wo:imatrix", "mxfp4_wo:rtn", "mxfp8", "mxfp8_wo", "nvfp4", "nvfp4:gptq", "nvfp4:imatrix",
+    "nvfp4:mse", "nvfp4_awq", "nvfp4_experts_only", "nvfp4_four_over_six", "nvfp4_gptq", "nvfp4_input_scale1",
+    "nvfp4_local_hessian", "nvfp4_mlp_only", "nvfp4_mse", "nvfp4_wo", "nvfp4_wo:gptq", "nvfp4_wo:imatrix",
+    "nvfp4_wo:mse", "nvfp4_wo_mse", "q2_k", "q3_k_l", "q3_k_m", "q3_k_s", "q4_0", "q4_0_imatrix", "q4_1", "q4_k",
+    "q4_k_imatrix", "q4_k_m", "q4_k_s", "q5_0", "q5_1", "q5_k", "q5_k_imatrix", "q5_k_m", "q5_k_s", "q6_k",
+    "q6_k_imatrix", "q8_0", "w4a8_awq", "w4a8_fp8", "w4a8_nvfp4_fp8",
 ]  # fmt: skip
 PLAIN = Site("m.q", "m.q.weight", "out_in", ("attn.q.weight",), 0)
 
@@ -60,7 +62,7 @@ def test_seed_words_name_schemes(alias: str, name: str) -> None:
 
 def test_only_schemes_with_static_activations_pre_scales_importance_or_chosen_codes_need_calibration() -> None:
     needing = {name for name in ALL if load_scheme(name).needs_calibration}
-    weighted = {name for name in ALL if name.endswith("imatrix")} | {"int4:gptq"}
+    weighted = {name for name in ALL if name.endswith(("imatrix", ":gptq"))} - {"nvfp4:imatrix", "nvfp4:gptq"}
     fp4 = {name for name in ALL if "nvfp4" in name and load_scheme(name).input} - {"nvfp4_input_scale1"}
     int4 = {"int4_awq", "int4_awq_clip", "int4_awq_full", "int4_gptq", "w4a8_awq"}
     assert needing == {"fp8", "int8", "int8_sq"} | int4 | fp4 | weighted
@@ -70,10 +72,11 @@ def test_only_schemes_with_static_activations_pre_scales_importance_or_chosen_co
 
 
 def test_mx_blocks_and_chosen_scales_of_fp4_are_simulated_with_cuda_alone(tmp_path: Path) -> None:
-    chosen = {name for name in ALL if name.startswith("nvfp4") and name.endswith(("mse", "six", "gptq", "hessian"))}
+    searched = ("mse", "six", "gptq", "hessian", "imatrix")
+    chosen = {name for name in ALL if name.startswith("nvfp4") and name.endswith(searched)}
     for name in ALL:
         assert bool(load_scheme(name).simulation_needs_cuda) == (name.startswith("mx") or name in chosen), name
-    assert len(chosen) == 5
+    assert len(chosen) == 11
     for scheme, needs in (("nvfp4_wo", False), ("nvfp4_wo_mse", True)):
         (tmp_path / "own.toml").write_text(f'base = "fp8"\n[[rule]]\nmodules = ["*.q"]\nquant = "{scheme}"\n')
         assert bool(load_scheme(str(tmp_path / "own.toml")).simulation_needs_cuda) == needs
@@ -87,7 +90,9 @@ def test_gates_are_two_sided_and_a_dropped_scale_fails_them() -> None:
 
 
 def test_gates_of_weights_stand_near_what_a_scheme_loses() -> None:
-    weight = np.random.default_rng(0).standard_t(3, (256, 512)).astype(np.float32)
+    random = np.random.default_rng(0)
+    weight = random.standard_t(3, (256, 512)).astype(np.float32)
+    importance = random.lognormal(0, 2, 512).astype(np.float32)
     for scheme in map(load_scheme, ALL):
         if scheme.weight[0].dtype in SEARCHED:  # test_kquants.py and test_imatrix.py of tests/targets/gguf
             continue
@@ -95,7 +100,8 @@ def test_gates_of_weights_stand_near_what_a_scheme_loses() -> None:
             continue
         name = scheme.name
         numeric, gate = scheme.format.weight, scheme.parity.tensor
-        sums = compare(weight, "float32", encode(weight, "float32", numeric), numeric)
+        inputs = importance if scheme.format.watched else None
+        sums = compare(weight, "float32", encode(weight, "float32", numeric, importance=inputs), numeric)
         assert gate.norm[0] <= sums.norm_ratio <= gate.norm[1], name
         # INT8 per channel lies furthest from its gate, 8 times; all others 4 times at most
         assert sums.cosine >= gate.cosine >= 1 - 10 * (1 - sums.cosine), name
@@ -137,7 +143,8 @@ def test_unknown_names_tell_the_nearest() -> None:
 def test_digest_follows_what_is_calibrated_and_nothing_else() -> None:
     scheme = load_scheme("fp8")
     assert replace(scheme, name="x", summary="y", parity=load_scheme("nvfp4").parity).digest == scheme.digest
-    assert len({load_scheme(name).digest for name in ALL}) == len(ALL)
+    same = {"nvfp4:mse", "nvfp4_wo:mse"}  # as nvfp4_mse and nvfp4_wo_mse
+    assert len({load_scheme(name).digest for name in ALL}) == len(ALL) - len(same)
     assert load_scheme("fp8", kv="fp8").digest != scheme.digest
     assert replace(load_scheme("int8"), options=(("alpha", 0.5),)).digest != load_scheme("int8").digest
 

@@ -1,6 +1,6 @@
-"""Choose INT4 codes by GPTQ (arXiv 2210.17323), largest inputs first.
+"""Choose codes of four bits by GPTQ (arXiv 2210.17323), largest inputs first.
 
-Scales are fixed before: those of the least error weighted by inputs, of either sign (`codec.search`). The columns with
+Scales are fixed before: those of the least error weighted by inputs (`codec.search`). The columns with
 the largest inputs come first ("act-order" with static groups), so that the others make up for their errors. Inputs are
 those of the unquantized model: every block can be done as soon as its inputs passed.
 """
@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from bridge._kernels.columns import fp4_columns, integer_columns
 from bridge.calibration.algorithms.codes import module_of, packed_nibbles, stored_axes
 from bridge.calibration.importance.matrix import InputSquares
 from bridge.calibration.importance.sums import inverse
 from bridge.calibration.policies import settle_importance
 from bridge.calibration.quantizers import QuantizerBinding
 from bridge.core.errors import CalibrationError
-from bridge.core.values import Numeric
+from bridge.core.values import InputGroup, Numeric
 from bridge.quant.codec.kernels import INTEGER_RANGE
-from bridge.quant.codec.search import searched_scales
+from bridge.quant.codec.search import CODES, SCALES, searched_scales
 from bridge.quant.schemes.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -33,9 +34,17 @@ COLUMNS = 128  # whose errors reach the columns behind them together, as one pro
 class ColumnCodes(InputSquares):
     """The input squares of all bindings, and codes of those with an ordered format, chosen block by block."""
 
-    def __init__(self, bindings: Iterable[QuantizerBinding], origins: Mapping[str, Origin], scheme: Scheme) -> None:
+    def __init__(
+        self,
+        bindings: Iterable[QuantizerBinding],
+        origins: Mapping[str, Origin],
+        scheme: Scheme,
+        groups: Iterable[InputGroup] = (),
+    ) -> None:
+        """`groups`: modules that share the scale above NVFP4's blocks."""
         super().__init__(bindings)
         self._origins, self._scheme = origins, scheme
+        self._together = {module: group.modules for group in groups for module in group.modules}
         self._by_weight: dict[str, list[QuantizerBinding]] = {}
         for one in self._bindings:
             if one.format.ordered:
@@ -57,12 +66,12 @@ class ColumnCodes(InputSquares):
             # what cannot be used is refused when all blocks are done, if it is needed
             squares, _ = settle_importance({module: self.measured_of(own, held)}, self._scheme.policies, ())
             if module in squares:
-                self.codes[module] = self._chosen(weight, own, held, squares[module])
+                self._choose(weight, own, held, squares[module])
         for key in [key for key in self._grams if key[0] in held]:
             del self._grams[key]
 
-    def _add(self, key: tuple[str, str, int], values: Any, output: Any = None) -> None:
-        super()._add(key, values, output)
+    def _add(self, key: tuple[str, str, int], values: Any) -> None:
+        super()._add(key, values)
         if key not in self._ordered or key in self._same:
             return
         if self._last and self._last[0] is values and key not in self._grams:  # query, key and value
@@ -73,12 +82,16 @@ class ColumnCodes(InputSquares):
         gram = rows.T @ rows
         self._grams[key] = self._grams[key].add_(gram) if key in self._grams else gram
 
-    def _chosen(
+    def _choose(
         self, weight: str, own: Sequence[QuantizerBinding], held: Mapping[str, Any], importance: np.ndarray
-    ) -> np.ndarray:
-        """The codes of a stored weight, two to a byte, in its axes."""
+    ) -> None:
+        """Choose the codes of a stored weight, two to a byte in its axes, and NVFP4's scales (out, blocks)."""
         site, numeric, origin = own[0].site, own[0].format.weight[0], self._origins[weight]
-        live, turned = [], site.layout == "in_out"
+        above, codes, scales, turned = None, [], [], site.layout == "in_out"
+        if numeric.two_level:
+            largest = max(self._largest(one, held) for one in self._sharing(site.module, held))
+            self.weight_amax[site.module] = np.asarray(largest, np.float32)
+            above = np.float32(largest or 1.0) / np.float32(numeric.maxbound * numeric.largest_scale)
         for part in origin.parts:
             module = module_of(part, [one.module for one in own])
             key = (module, own[0].parameter, -1)
@@ -86,18 +99,36 @@ class ColumnCodes(InputSquares):
             values = values.T.contiguous() if turned else values
             gram = self._grams[self._same.get(key, key)]
             # not rounded: a target's dtype of scales is not known here, and moves them by 2^-9 at most
-            scales = torch.from_numpy(
-                searched_scales(values.cpu().contiguous().numpy(), "float32", numeric, importance)
-            ).to(values.device)
+            divisors = None if above is None else SCALES[numeric.scale_dtype] * above
+            found = searched_scales(values.cpu().contiguous().numpy(), "float32", numeric, importance, divisors)
             try:
                 damp = dict(self._scheme.options)["perc_damp"]
-                live.append(column_codes(values, gram.to(values.device), scales, numeric, damp).cpu().numpy())
+                steps = torch.from_numpy(found).to(values.device)
+                codes.append(column_codes(values, gram.to(values.device), steps, numeric, damp).cpu().numpy())
             except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+                rule = f"{self._scheme.name.partition(':')[0]}:imatrix"
                 raise CalibrationError(
                     f"{site.module}: GPTQ cannot invert the products of its inputs, which hold NaN or infinity, or "
-                    f"differ too widely for float32: {error}; use int4:imatrix, or other data"
+                    f"differ too widely for float32: {error}; use {rule}, or other data"
                 ) from error
-        return packed_nibbles(stored_axes(live, origin, turned))
+            if divisors is not None:
+                numbers = CODES[numeric.scale_dtype][np.searchsorted(divisors, found)]
+                scales.append(numbers.repeat(numeric.block[0], axis=1)[:, : values.shape[1]])
+        self.codes[site.module] = packed_nibbles(stored_axes(codes, origin, turned))
+        if scales:
+            joined = stored_axes(scales, origin, turned)
+            joined = (joined.T if turned else joined)[:, :: numeric.block[0]]
+            self.block_scales[site.module] = np.ascontiguousarray(joined)
+
+    def _sharing(self, module: str, held: Mapping[str, Any]) -> list[QuantizerBinding]:
+        """The bindings in one format whose weights share the scale above NVFP4's blocks with a module's."""
+        names = self._together.get(module, (module,))
+        return [
+            one for one in self._bindings if one.site.module in names and one.format.rescaled and one.module in held
+        ]
+
+    def _largest(self, binding: QuantizerBinding, held: Mapping[str, Any]) -> float:
+        return float(getattr(held[binding.module], binding.parameter).detach().abs().max())
 
 
 def column_codes(weight: Any, gram: Any, scales: Any, numeric: Numeric, damp: float) -> Any:
@@ -107,7 +138,7 @@ def column_codes(weight: Any, gram: Any, scales: Any, numeric: Numeric, damp: fl
     columns come in descending order of the diagonal; the error of each, over its entry of the upper Cholesky factor of
     the inverse, is taken off the columns behind it.
     """
-    (low, high), hessian = INTEGER_RANGE[numeric.dtype], gram.clone()
+    hessian = gram.clone()
     silent = torch.diag(hessian) == 0
     hessian[silent, silent] = 1
     order = torch.argsort(torch.diag(hessian), descending=True, stable=True)
@@ -119,13 +150,15 @@ def column_codes(weight: Any, gram: Any, scales: Any, numeric: Numeric, damp: fl
     wide, codes = weight[:, order], torch.empty_like(weight, dtype=torch.int8)
     for begin in range(0, wide.shape[1], COLUMNS):
         end = min(begin + COLUMNS, wide.shape[1])
-        part, errors = wide[:, begin:end].clone(), torch.empty_like(wide[:, begin:end])
-        for at in range(end - begin):
-            own, column = begin + at, part[:, at]
-            step = steps[:, own]
-            made = (column / step).round_().clamp_(low, high)
-            codes[:, order[own]] = made.to(torch.int8)
-            errors[:, at] = (column - made * step) / factor[own, own]
-            part[:, at + 1 :] -= torch.outer(errors[:, at], factor[own, own + 1 : end])
-        wide[:, end:] -= errors @ factor[begin:end, end:]
+        part, step, own = (
+            np.array(one.cpu().numpy(), order="C", copy=True)
+            for one in (wide[:, begin:end], steps[:, begin:end], factor[begin:end, begin:end])
+        )
+        made, errors = np.empty(part.shape, np.int8), np.empty_like(part)
+        if numeric.dtype in INTEGER_RANGE:
+            integer_columns(part, step, own, *map(float, INTEGER_RANGE[numeric.dtype]), made, errors)
+        else:
+            fp4_columns(part, step, own, made, errors)
+        codes[:, order[begin:end]] = torch.from_numpy(made).to(codes.device)
+        wide[:, end:] -= torch.from_numpy(errors).to(wide.device) @ factor[begin:end, end:]
     return codes

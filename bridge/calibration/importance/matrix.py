@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from bridge.calibration.algorithms.codes import with_weights_digest
-from bridge.calibration.importance.watch import ExpertCalls
+from bridge.calibration.importance.watch import PRODUCTS, ExpertCalls
 from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import copy_modules, loop_over, provenance_of
 from bridge.calibration.policies import Measured, settle_importance
@@ -26,9 +26,10 @@ from bridge.calibration.walk.options import Watch
 from bridge.calibration.walk.states import Spill
 from bridge.core.errors import CalibrationError
 from bridge.core.text import fold_layers
-from bridge.quant.calibration import Calibration
+from bridge.quant.calibration import Calibration, of_expert
 
 ROWS = 1024  # of an input that are squared at once in float64
+STACKED = (*PRODUCTS, torch.bmm, torch.Tensor.bmm)
 
 
 def measure_importance(
@@ -50,14 +51,14 @@ def measure_importance(
 
     model, sites = source.load_skeleton() if by_blocks else source.load_model(), job.structure.sites
     formats = {site.module: form for site in sites if (form := scheme.format_of(site))}
-    weighted = [s for s in sites if getattr(formats[s.module], "weighted", False) and s.layout != "conv"]
+    weighted = [s for s in sites if getattr(formats[s.module], "watched", False) and s.layout != "conv"]
     origins = live_names(model, source.specs)
     bindings = bind(weighted, formats, origins, tied_names(model))
     watch, held = InputSquares(bindings), None
     if any(one.format.ordered for one in bindings):
         from bridge.calibration.importance.columns import ColumnCodes
 
-        watch = ColumnCodes(bindings, origins, scheme)
+        watch = ColumnCodes(bindings, origins, scheme, job.structure.groups)
     if by_blocks:
         from bridge.calibration.walk.run import watch_by_blocks
 
@@ -76,6 +77,8 @@ def measure_importance(
             provenance=with_weights_digest(added_to.provenance, source, job.structure, chosen),
             input_square=squares,
             weight_codes={**added_to.weight_codes, **watch.codes},
+            block_scales={**added_to.block_scales, **watch.block_scales},
+            weight_amax={**added_to.weight_amax, **watch.weight_amax},
             applied=(*added_to.applied, *applied),
         )
     provenance = provenance_of(job, model, ("qbridge", "torch", "transformers"))
@@ -83,8 +86,8 @@ def measure_importance(
     if not by_blocks and reads_held_out(model, data):
         held = answer_of(model, data)
     return Calibration(
-        provenance, input_square=squares, weight_codes=watch.codes, expert_tokens=watch.tokens, applied=applied,
-        held_out=held,
+        provenance, input_square=squares, weight_codes=watch.codes, block_scales=watch.block_scales,
+        weight_amax=watch.weight_amax, expert_tokens=watch.tokens, applied=applied, held_out=held,
     )  # fmt: skip
 
 
@@ -92,26 +95,25 @@ class InputSquares(Watch):
     """Sums over the inputs of the live matrices of bindings, in float64, in the order of the tokens, padding included.
 
     Linear layers are seen by hooks. transformers holds the experts of a layer in one module; in its eager
-    implementation each expert is a call of `linear` with a part of a stacked weight. `modules`: the live modules that
-    are watched. `tokens`: those of each expert. `codes`: of the modules whose codes a subclass chooses.
+    implementation each expert is a product with a part of a stacked weight, or all are one with the whole stack
+    (Llama 4), which is zero for tokens that other experts get. `modules`: the live modules that
+    are watched. `tokens`: those of each expert. `codes`, `block_scales`, `weight_amax`: of the modules whose codes a
+    subclass chooses.
     """
 
     def __init__(self, bindings: Iterable[QuantizerBinding]) -> None:
         self._bindings = list(bindings)
-        experts = any(one.expert is not None for one in self._bindings)
+        experts = any(_is_expert(one) for one in self._bindings)
         super().__init__({one.module for one in self._bindings}, experts)
-        if stacked := [one.site.module for one in self._bindings if one.site.stacked]:
-            raise CalibrationError(
-                f"{', '.join(fold_layers(stacked))}: an importance matrix needs each expert as a tensor of its own; "
-                'keep them with a recipe (quant = "none")'
-            )
         self._sums: dict[tuple[str, str, int], np.ndarray] = {}
         self._tokens: dict[tuple[str, str, int], int] = {}
-        self._plain = dict.fromkeys((one.module, one.parameter) for one in self._bindings if one.expert is None)
-        self._stacks = dict.fromkeys((one.module, one.parameter) for one in self._bindings if one.expert is not None)
+        self._plain = dict.fromkeys((one.module, one.parameter) for one in self._bindings if not _is_expert(one))
+        self._stacks = dict.fromkeys((one.module, one.parameter) for one in self._bindings if _is_expert(one))
         self._routing = ExpertTokens(self._bindings)
         self.tokens = self._routing.tokens
         self.codes: dict[str, np.ndarray] = {}
+        self.block_scales: dict[str, np.ndarray] = {}
+        self.weight_amax: dict[str, np.ndarray] = {}
 
     def run(self, loop: Callable[[Any], None], model: Any) -> None:
         """Run the loop, watched; its model may be a part that holds some of the modules."""
@@ -122,14 +124,21 @@ class InputSquares(Watch):
                 weight = getattr(held[module], name)
                 size = weight.stride(0) * weight.element_size()
                 experts |= {weight.data_ptr() + at * size: (module, name, at) for at in range(len(weight))}
-        with ExitStack() as hooks, torch.no_grad(), ExpertCalls(experts, self._add, (torch.nn.functional.linear,)):
+        with ExitStack() as hooks, torch.no_grad(), ExpertCalls(experts, self._of_expert, STACKED):
             for module, name in self._plain:
                 if module in held:
                     register = held[module].register_forward_pre_hook
                     hooks.enter_context(register(lambda _, args, key=(module, name, -1): self._add(key, args[0])))
             self._routing.first(loop)(model)
 
-    def _add(self, key: tuple[str, str, int], values: Any, output: Any = None) -> None:
+    def _of_expert(self, key: tuple[str, str, int], values: Any, output: Any) -> None:
+        if values.ndim < 3:
+            self._add(key, values)
+            return
+        for at, rows in enumerate(values):  # a product of whole stacks
+            self._add((*key[:2], at), rows[rows.abs().amax(-1) > 0])
+
+    def _add(self, key: tuple[str, str, int], values: Any) -> None:
         rows = values.detach().reshape(-1, values.shape[-1])
         for part in rows.split(ROWS):
             wide = part.to("cpu", torch.float64).numpy()
@@ -141,16 +150,19 @@ class InputSquares(Watch):
     def measured(self, model: Any) -> dict[str, Measured]:
         """What was seen, by checkpoint module."""
         seen = {(module, name) for module, name, _ in self._tokens}
-        stacked = (one for one in self._bindings if one.expert is not None)
+        stacked = (one for one in self._bindings if _is_expert(one))
         if hidden := [one.site.module for one in stacked if (one.module, one.parameter) not in seen]:
             raise CalibrationError(
                 f"{', '.join(fold_layers(dict.fromkeys(hidden)))}: this model computes its experts in a way that shows "
                 'no input of a single one; keep them with a recipe (quant = "none")'
             )
         sites: dict[str, list[QuantizerBinding]] = {}
-        for one in self._bindings:
-            sites.setdefault(one.site.module, []).append(one)
         modules = dict(model.named_modules())
+        for one in self._bindings:
+            every = range(len(getattr(modules[one.module], one.parameter))) if one.joint else (one.expert,)
+            for number in every:
+                name = of_expert(one.site.module, number if one.site.stacked else None)
+                sites.setdefault(name, []).append(replace(one, expert=number))
         return {name: self.measured_of(own, modules) for name, own in sites.items()}
 
     def measured_of(self, bindings: Sequence[QuantizerBinding], modules: Mapping[str, Any]) -> Measured:
@@ -159,9 +171,14 @@ class InputSquares(Watch):
         for one in bindings:
             key = (one.module, one.parameter, -1 if one.expert is None else one.expert)
             shape = getattr(modules[one.module], one.parameter).shape
-            zero = np.zeros(int(shape[0] if one.site.layout == "in_out" else shape[-1]))
+            zero = np.zeros(int(shape[0] if one.site.layout == "in_out" else shape[-2 if one.joint else -1]))
             found = found or Measured(zero, 0, one.expert is not None)
             sums, tokens = self._sums.get(key, zero), self._tokens.get(key, 0)
             found = replace(found, sums=found.sums + sums, tokens=found.tokens + tokens)
         assert found
         return found
+
+
+def _is_expert(binding: QuantizerBinding) -> bool:
+    """Whether a live module has its weight in a stack."""
+    return binding.expert is not None or binding.joint

@@ -208,7 +208,7 @@ def calibration_need(
     offloaded = states if tokens.batch * width * item >= STAYS else 0
     made = Need(whole, states, blocks, experts, codes, offloaded)
     # an importance matrix is collected from whole layers, as are clips and codes
-    looks = any(form.weighted or form.clipped or form.chosen for form in scheme.formats)
+    looks = any(form.watched or form.clipped or form.chosen for form in scheme.formats)
     return made if experts.in_files < blocks.in_files and not looks else made.uncut
 
 

@@ -16,7 +16,7 @@ from bridge._kernels.quotient import product, to_brain, to_half
 from bridge.core.aligned_buffers import Buffers
 from bridge.core.dtypes import DTYPES, SEARCHED, to_float32
 from bridge.core.errors import SchemeError, SourceError
-from bridge.core.values import AFFINE, BY_SIGN, Encoding, Numeric
+from bridge.core.values import AFFINE, BY_SIGN, OURS, WEIGHTED, Encoding, Numeric
 from bridge.quant.codec import affine, arrays, ggml, kquants, zero_points
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import PLAIN, STREAM, WORDS, grid, packing, stored_shapes
@@ -27,7 +27,7 @@ from bridge.quant.codec.fused import fused
 from bridge.quant.codec.kernels import ONE, make_codes
 from bridge.quant.codec.packing import Take, packed_codes
 from bridge.quant.codec.scales import Scales
-from bridge.quant.codec.search import fp4_scales, integer_amax, integer_scales
+from bridge.quant.codec.search import CODES, fp4_scales, integer_amax, integer_scales, searched_codes
 
 PIECE = 1 << 19  # values that `encode` gives to an Encoder at once: fewer cost calls
 
@@ -139,7 +139,7 @@ class Encoder:
             return {"codes": kquants.quantized(wide, self.packed, importance, name=self._name, take=self._take)}
         if self._numeric.dtype in AFFINE:
             return self._affine(flat)
-        assert importance is None or self._numeric.search in BY_SIGN, (
+        assert importance is None or self._numeric.search in OURS, (
             f"{self._name}: nothing is searched with an importance"
         )
         if self._own and clip is None:
@@ -205,6 +205,10 @@ class Encoder:
             if not np.isfinite(divisor).all():
                 raise SourceError(f"{self._name}: a scale does not fit its dtype; choose another one (--dtype)")
             return parts, divisor
+        if self._numeric.search == WEIGHTED:
+            _, divisors = self._scales.of_codes(CODES[self._numeric.scale_dtype].reshape(1, -1))
+            codes = searched_codes(words, own, self._numeric, self._blocks.across, importance, divisors[0])
+            return self._scales.of_codes(codes)
         if self._numeric.scale_dtype == "float32":
             return self._scales.of(integer_amax(words, own, self._numeric, self._blocks.across, self._scales.bound))
         assert self._whole is not None

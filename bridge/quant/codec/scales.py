@@ -85,8 +85,8 @@ class Scales:
         return {"scale": codes}, divisor
 
     def of_codes(self, codes: Array) -> tuple[dict[str, Array], Array]:
-        """The same for block scales whose e4m3 codes were searched."""
-        scale, above = values(codes, "float8_e4m3fn"), self._divisor[0, 0]
+        """The same for block scales of FP4 whose codes were searched."""
+        scale, above = values(codes, self._numeric.scale_dtype), self._divisor[0, 0]
         divisor = scale / above if self._reciprocal else scale * above
         return {"scale": codes}, np.maximum(divisor, np.float32(SMALLEST["float32"]))
 

@@ -3,16 +3,17 @@
 "mse" and "four_over_six" are ModelOpt's `mse_calibrate` (nvidia-modelopt 0.47, torch/quantization/model_calib.py) with
 its candidates, and its rule that the first of equal ones is taken. Errors are float32 sums; where two candidates differ
 in the last digits of theirs alone, another order of adding, such as that of another processor in torch, may choose the
-other one. `tests/oracles/codec_reference.py` has the formulas in plain torch. "either" and "positive" are ours.
+other one. `tests/oracles/codec_reference.py` has the formulas in plain torch. "either", "positive", "weighted": ours.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from bridge._kernels.search import e4m3_sweep, fp4_errors, integer_sweep, signed_scales, weighted_sweep
-from bridge.core.values import FOUR_OVER_SIX, MSE, POSITIVE, Numeric
+from bridge._kernels.search import fp4_errors, fp4_sweep, integer_sweep, signed_scales, weighted_sweep
+from bridge.core.values import BY_SIGN, FOUR_OVER_SIX, MSE, POSITIVE, Numeric
 from bridge.quant.codec.arrays import Array, readable
+from bridge.quant.codec.arrays import amax as amax_by_block
 from bridge.quant.codec.decode import values
 from bridge.quant.codec.kernels import INTEGER_RANGE, fp8_codes
 
@@ -26,7 +27,9 @@ LIKELY = np.array(sorted(range(STEPS), key=lambda at: abs(at - 7)))
 # code saturate. tests/quant/codec/test_search.py
 STEP, TRIED = 0.2, np.array([0, *range(-15, 0), *range(1, 6)])  # all of the range first: it stays where none is better
 E4M3_MAX, LEAST = np.float32(448), np.float32(2.0**-9)
-SCALES = values(np.arange(1, 127, dtype=np.uint8).reshape(1, -1), "float8_e4m3fn").reshape(-1)  # all but 0 and NaN
+# The codes of the scales that a block may have: of e4m3 all but 0 and NaN, of e8m0 all but NaN.
+CODES = {"float8_e4m3fn": np.arange(1, 127, dtype=np.uint8), "float8_e8m0fnu": np.arange(255, dtype=np.uint8)}
+SCALES = {dtype: values(codes.reshape(1, -1), dtype).reshape(-1) for dtype, codes in CODES.items()}
 
 
 def multipliers() -> Array:
@@ -52,10 +55,34 @@ def integer_amax(words: Array, amax: Array, numeric: Numeric, across: int, bound
     return chosen
 
 
-def searched_scales(bits: Array, dtype: str, numeric: Numeric, importance: Array | None) -> Array:
-    """`integer_scales` of a storage array (rows, in)."""
-    words = readable(bits, dtype, np.empty(bits.size, np.uint32))
-    return integer_scales(words, numeric, numeric.block[0], importance)
+def searched_scales(
+    bits: Array, dtype: str, numeric: Numeric, importance: Array | None, divisors: Array | None = None
+) -> Array:
+    """`integer_scales` of a storage array (rows, in), or the divisors of `searched_codes`.
+
+    divisors: of all codes of FP4's scales; without them their values.
+    """
+    words, block = readable(bits, dtype, np.empty(bits.size, np.uint32)), numeric.block[0]
+    if numeric.search in BY_SIGN:
+        return integer_scales(words, numeric, block, importance)
+    divisors = SCALES[numeric.scale_dtype] if divisors is None else divisors
+    codes = searched_codes(words, amax_by_block(bits, dtype, 1, block), numeric, block, importance, divisors)
+    return np.asarray(divisors[codes - CODES[numeric.scale_dtype][0]])
+
+
+def searched_codes(
+    words: Array, amax: Array, numeric: Numeric, across: int, importance: Array | None, divisors: Array
+) -> Array:
+    """The codes of the scales (rows, blocks) under which FP4's blocks have the least weighted error.
+
+    importance: see `integer_scales`; without it errors have the same weight.  divisors: float32, of the scales in
+    `CODES`.  Other arguments: see `integer_amax`.
+    """
+    weights = np.ones(words.shape[1], np.float32) if importance is None else np.ascontiguousarray(importance)
+    codes = np.empty(amax.shape, np.uint8)
+    fp4_sweep(words, amax, weights, divisors, across, codes)
+    codes += CODES[numeric.scale_dtype][0]
+    return codes
 
 
 def integer_scales(words: Array, numeric: Numeric, across: int, importance: Array | None) -> Array:
@@ -79,10 +106,8 @@ def integer_scales(words: Array, numeric: Numeric, across: int, importance: Arra
 def fp4_scales(words: Array, amax: Array, numeric: Numeric, across: int, whole: float) -> Array:
     """The e4m3 codes of the scales of blocks.  whole: the amax of the weight; other arguments: see `integer_amax`."""
     if numeric.search == MSE:
-        codes = np.empty(amax.shape, np.uint8)
-        scales = SCALES / E4M3_MAX * np.float32(whole) / np.float32(numeric.maxbound)
-        e4m3_sweep(words, amax, np.maximum(scales, np.float32(2.0**-149)), across, codes)
-        return codes
+        scales = SCALES[numeric.scale_dtype] / E4M3_MAX * np.float32(whole) / np.float32(numeric.maxbound)
+        return searched_codes(words, amax, numeric, across, None, np.maximum(scales, np.float32(2.0**-149)))
     assert numeric.search == FOUR_OVER_SIX
     return _four_over_six(words, amax, numeric, across, np.float32(whole))
 

@@ -12,7 +12,7 @@ from bridge.core.errors import SchemeError, UsageError
 from bridge.core.mappings import find_table_file, mappings, shown, table_files
 from bridge.core.parsing.file_cache import cached_by_file
 from bridge.core.text import nearest
-from bridge.core.values import BY_SIGN, EITHER, POSITIVE, Format, Numeric
+from bridge.core.values import BY_SIGN, EITHER, OURS, POSITIVE, WEIGHTED, Format, Numeric
 from bridge.quant.describe import numeric as numeric_in_words
 from bridge.quant.describe import weights
 from bridge.quant.schemes.grammar import (
@@ -208,10 +208,10 @@ def _scheme(name: str, words: dict[str, Any], where: str) -> Scheme:
         raise SchemeError(f"{where}: `weight` is written as one or several [[weight]] tables")
     activation = words.get("input")
     numerics = tuple(parse_weight(w, f"{where}: [[weight]]") for w in weights)
-    if algorithm == "imatrix" and not all(n.dtype in SEARCHED or n.search in BY_SIGN for n in numerics):
+    if algorithm == "imatrix" and not all(n.dtype in SEARCHED or n.search in OURS for n in numerics):
         raise SchemeError(
             f"{where}: algorithm 'imatrix' chooses codes of {', '.join(SEARCHED)}, llama.cpp's blocks, and scales of "
-            f"INT4 in blocks with search = {EITHER!r} or {POSITIVE!r}"
+            f"INT4 in blocks with search = {EITHER!r} or {POSITIVE!r}, of FP4 in blocks with search = {WEIGHTED!r}"
         )
     entry = None if activation is None else parse_activation(activation, f"{where}: [input]")
     form, options = Format(numerics, entry, algorithm), parse_options(words.get("options", {}), algorithm, where)
@@ -243,7 +243,11 @@ def _check_chosen(algorithm: str, numerics: Sequence[Numeric], where: str) -> No
     kind = (first.dtype, first.scale_dtype, len(first.block), first.search, len(numerics))
     nvfp4, int4 = ("float4_e2m1fn", "float8_e4m3fn", 1, "", 1), ("int4", "float32", 1, "", 1)
     own = [("int4", "float32", 1, search, 1) for search in BY_SIGN]
+    own += [("float4_e2m1fn", scale, 1, WEIGHTED, 1) for scale in ("float8_e4m3fn", "float8_e8m0fnu")]
     if algorithm == "gptq" and kind not in (nvfp4, int4, *own):
-        raise SchemeError(f"{where}: algorithm 'gptq' is for one [[weight]] of INT4 or NVFP4 in blocks along `in`")
+        raise SchemeError(
+            f"{where}: algorithm 'gptq' is for one [[weight]] of INT4 or FP4 in blocks along `in`, of MXFP4 with "
+            f"search = {WEIGHTED!r}"
+        )
     if algorithm == "local_hessian" and kind != nvfp4:
         raise SchemeError(f"{where}: algorithm 'local_hessian' is for one [[weight]] of NVFP4, without search")

@@ -12,7 +12,7 @@ from bridge.core.errors import SchemeError
 from bridge.core.parsing.file_cache import cached_by_file, copy_parsed
 from bridge.core.parsing.limited import load_toml
 from bridge.core.text import nearest
-from bridge.core.values import AFFINE, FOUR_OVER_SIX, LLM_COMPRESSOR, MAXBOUND, MSE, SEARCHES, Numeric
+from bridge.core.values import AFFINE, FOUR_OVER_SIX, LLM_COMPRESSOR, MAXBOUND, MSE, SEARCHES, WEIGHTED, Numeric
 
 ALGORITHMS = {
     # algorithm -> the parameters it takes, with ModelOpt's default
@@ -110,9 +110,11 @@ def parse_weight(words: Any, where: str) -> Numeric:
     kind = (numeric.dtype, numeric.scale_dtype, len(numeric.block))
     nvfp4 = kind == ("float4_e2m1fn", "float8_e4m3fn", 1)
     int4 = kind == ("int4", "float32", 1)
-    takers = {FOUR_OVER_SIX: nvfp4, MSE: nvfp4 or int4}
+    fp4 = nvfp4 or kind == ("float4_e2m1fn", "float8_e8m0fnu", 1)
+    takers = {FOUR_OVER_SIX: nvfp4, MSE: nvfp4 or int4, WEIGHTED: fp4}
     if not takers.get(search, int4):
-        known = {FOUR_OVER_SIX: NVFP4, MSE: f"{NVFP4} and INT4 in blocks"}.get(search, "INT4 in blocks")
+        names = {FOUR_OVER_SIX: NVFP4, MSE: f"{NVFP4} and INT4 in blocks", WEIGHTED: "FP4 in blocks with FP8 scales"}
+        known = names.get(search, "INT4 in blocks")
         raise SchemeError(f"{where}: search = {search!r} is for {known}, not for {numeric.dtype} per {numeric.per}")
     return replace(numeric, search=search)
 

@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 from bridge.core.errors import SchemeError
 from bridge.core.text import fold_layers, nearest, number
-from bridge.core.values import AFFINE, BY_SIGN, Format, Numeric, Site, plain
+from bridge.core.values import AFFINE, OURS, Format, Numeric, Site, plain
 from bridge.quant.schemes.grammar import Gate, Gates, Policies
 from bridge.quant.schemes.layer_ranges import from_start
 
@@ -131,7 +131,9 @@ class Scheme:
     @property
     def needs_modelopt(self) -> bool:
         """Whether ModelOpt collects any of these statistics; an importance matrix takes the plain model."""
-        return is_measured(self.kv) or any(is_calibrated(form) and not form.weighted for form in self.formats)
+        return is_measured(self.kv) or any(
+            is_measured(form.input) or (is_calibrated(form) and not form.watched) for form in self.formats
+        )
 
     @property
     def simulation_needs_cuda(self) -> str:
@@ -146,7 +148,7 @@ class Scheme:
     def not_simulated(self) -> str:
         """Why ModelOpt's fake-quantized model is another one on any device, "" if it is not."""
         weights = [n for form in self.formats for n in form.weight]
-        ours = any(n.search in BY_SIGN or n.zero_points or n.dtype in AFFINE for n in weights)
+        ours = any(n.search in OURS or n.zero_points or n.dtype in AFFINE for n in weights)
         return "ModelOpt has no quantizer with its scales" if ours else ""
 
     @property
@@ -225,14 +227,13 @@ def _without_smoothing(form: Format, site: Site) -> Format:
     # experts, whose stack is one module with several matrices; its local Hessian takes them, not we
     changed = form.prescales or form.clipped or form.chosen
     if changed and (site.expert is not None or site.stacked or site.layout == "conv"):
-        alone = form.ordered and not site.stacked and site.layout != "conv"  # an expert of its own, whose input is seen
-        return replace(form, algorithm="imatrix" if alone else "max")
+        return replace(form, algorithm="imatrix" if form.ordered and site.layout != "conv" else "max")
     return form
 
 
 def is_calibrated(form: Format) -> bool:
     """Whether `form` cannot be written without statistics of activations."""
-    return form.prescales or form.clipped or form.weighted or form.chosen or is_measured(form.input)
+    return form.prescales or form.clipped or form.watched or form.chosen or is_measured(form.input)
 
 
 def _needs_inputs(form: Format) -> bool:

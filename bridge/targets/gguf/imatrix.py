@@ -16,7 +16,7 @@ from bridge.core.errors import CalibrationError, SourceError
 from bridge.core.formats.gguf import GgufFile
 from bridge.core.text import fold_problems
 from bridge.planning.plan import Plan, Step
-from bridge.quant.calibration import Calibration, Provenance
+from bridge.quant.calibration import Calibration, Provenance, of_expert
 from bridge.quant.schemes.scheme import Scheme
 
 SUFFIXES = (".gguf", ".dat")
@@ -80,7 +80,7 @@ def _of_step(file: GgufFile, step: Step) -> dict[str, Measured] | str:
     by_expert, tokens = file.read(sums).reshape(matrices, shape[-1]), file.read(counts).reshape(-1)
     if not (np.isfinite(by_expert).all() and np.isfinite(tokens).all() and (by_expert >= 0).all() and min(tokens) >= 0):
         return "has a value that is not finite or below zero"
-    modules = list(dict.fromkeys(part.module or step.site.module for part in step.inputs))
+    modules = list(dict.fromkeys(of_expert(part.module or step.site.module, part.expert) for part in step.inputs))
     if matrices == 1:
         return dict.fromkeys(modules, Measured(by_expert[0].astype(np.float64), float(tokens[0]), expert=False))
     assert len(modules) == matrices, f"{name}: {len(modules)} modules in a stack of {matrices}"
