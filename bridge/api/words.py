@@ -7,11 +7,11 @@ from typing import Literal, TypedDict
 
 TargetName = Literal["gguf", "hf", "megatron", "ort", "torchtitan", "tripy", "trt", "trtllm"]
 SchemeName = Literal[
-    "fp8", "fp8_block", "fp8_pc_pt", "int4:gptq", "int4:imatrix", "int4:rtn", "int4_awq", "int4_awq_clip",
-    "int4_awq_full", "int4_gptq", "int4_mse", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4",
-    "nvfp4_awq", "nvfp4_experts_only", "nvfp4_four_over_six", "nvfp4_gptq", "nvfp4_input_scale1", "nvfp4_local_hessian",
-    "nvfp4_mlp_only", "nvfp4_mse", "nvfp4_wo", "nvfp4_wo_mse", "q4_0", "q4_0_imatrix", "q4_k", "q4_k_imatrix", "q5_k",
-    "q5_k_imatrix", "q6_k", "q6_k_imatrix", "q8_0", "w4a8_awq", "w4a8_nvfp4_fp8",
+    "fp8", "fp8_block", "fp8_pc_pt", "int4:gptq", "int4:imatrix", "int4:rtn", "int4:signround", "int4_awq",
+    "int4_awq_clip", "int4_awq_full", "int4_gptq", "int4_mse", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo",
+    "mxfp8", "nvfp4", "nvfp4_awq", "nvfp4_experts_only", "nvfp4_four_over_six", "nvfp4_gptq", "nvfp4_input_scale1",
+    "nvfp4_local_hessian", "nvfp4_mlp_only", "nvfp4_mse", "nvfp4_wo", "nvfp4_wo_mse", "q4_0", "q4_0_imatrix", "q4_k",
+    "q4_k_imatrix", "q5_k", "q5_k_imatrix", "q6_k", "q6_k_imatrix", "q8_0", "w4a8_awq", "w4a8_nvfp4_fp8",
 ]  # fmt: skip
 KvName = Literal["fp8", "fp8_cast", "int8", "nvfp4", "nvfp4_cast"]
 

@@ -28,7 +28,11 @@ BY_ALGORITHM = {"smoothquant": 128}
 
 # Forwards of the whole data by algorithm. AWQ collects in the first, then runs each linear as it is and at 11 alphas.
 # Clips are searched by products of elements, of 64 tokens of a batch: 75 times the time of 1,024 tokens' forward.
-FORWARDS = {"max": 1, "smoothquant": 1, "awq": 13, "awq_clip": 75, "awq_full": 88, "local_hessian": 2, "gptq": 3}
+FORWARDS = {"max": 1, "smoothquant": 1, "awq": 13, "awq_clip": 75, "awq_full": 88, "local_hessian": 2, "gptq": 3,
+            "signround": 6}  # fmt: skip
+STEP = 3  # of SignRound, in forwards of its rows: the way back takes two
+STEP_ROWS = 8
+FEW = 2048  # tokens, below which what SignRound learns holds for these alone
 LONG = 600  # seconds, from which a user is warned
 SLOW = 60  # seconds, from which another dtype is worth a line
 SMALL = 1e11  # FLOP that the slowest machine does within a minute or so; nothing is measured below
@@ -171,6 +175,10 @@ def flops(job: CalibrationJob) -> float:
     compensated = {
         s.weight for s, form in zip(structure.sites, formats, strict=True) if getattr(form, "compensated", False)
     }
+    if any(form.learned for form in job.scheme.formats):
+        tokens += int(STEP * dict(job.scheme.options)["steps"]) * min(
+            STEP_ROWS * job.data.sequence, _tokens(job.data.batches)
+        )
     updates = sum(specs[name].size * specs[name].shape[-1] for name in compensated & {*specs})  # GPTQ's, by column
     return 2.0 * (_active(job.source, structure) * tokens + updates)
 
@@ -204,13 +212,13 @@ def time_warnings(job: CalibrationJob, rate: Rate | None = None) -> list[str]:
 
     `rate`: FLOP per second of a dtype on a device; None measures it.
     """
-    work, device = flops(job), job.device
+    work, device, lines = flops(job), job.device, few_tokens(job)
     if work < SMALL:
-        return []
+        return lines
     measure = rate or measured_rate
     dtype = job.source.runs_in or main_dtype(job.source.specs.values())
     speed = measure(dtype, device)
-    seconds, lines = work / speed, []
+    seconds = work / speed
     if seconds > LONG:
         lines.append(f"calibration: {duration(seconds)} ({work / 1e15:.3g} PFLOP at {speed / 1e12:.2g} TFLOP/s)")
     slow = dtype == "bfloat16" and str(device or "cpu").startswith("cpu") and not has_bf16_instructions()
@@ -220,6 +228,17 @@ def time_warnings(job: CalibrationJob, rate: Rate | None = None) -> list[str]:
             f"instead of {duration(seconds)}, and twice the memory"
         )
     return lines
+
+
+def few_tokens(job: CalibrationJob) -> list[str]:
+    """Say that SignRound has too few tokens to learn from; empty if it has enough, or does not run."""
+    learned, tokens = any(form.learned for form in job.scheme.formats), _tokens(job.data.batches)
+    if not learned or tokens >= FEW or "input_ids" not in next(iter(job.data.batches), {}):
+        return []
+    return [
+        f"SignRound learns from {tokens:,} tokens, which is too few to hold for other text: give {2 * FEW:,} or more "
+        "(--samples, --sequence), or take int4:imatrix"
+    ]
 
 
 def measured_rate(dtype: str, device: str | None) -> float:

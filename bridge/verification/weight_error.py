@@ -21,6 +21,7 @@ from bridge.quant.codec import arrays as _bits
 from bridge.quant.codec import kquants
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, WORDS, Grid, grid, packing, stored_shapes
+from bridge.quant.codec.clip import Clip
 from bridge.quant.codec.decode import by_row, split_blocks, values
 from bridge.quant.codec.fake_quant import runtime_codes
 from bridge.quant.codec.ggml import TYPES, own_rounding
@@ -162,12 +163,15 @@ class Comparer:
         if math.isinf(roundings):  # how the rows were smoothed is not known
             self._slack, self._least = 0.0, math.inf
 
-    def rows(self, bits: Array, stored: Array, scale: Array, importance: Array | None = None) -> ErrorSums:
+    def rows(
+        self, bits: Array, stored: Array, scale: Array, importance: Array | None = None, clip: Clip | None = None
+    ) -> ErrorSums:
         """Return the error sums of some rows.
 
         bits: storage array (rows, cols).  stored: the bytes of their codes; or of fake-quantized floats, which are
         coded first, as a runtime does.  scale: the bytes of their scales, as stored.  importance: (in,), with which
         codes or scales were searched; they are searched again, since a gate does not see that of another matrix.
+        clip: what calibration multiplied the searched scales by.
         """
         n, blocks = len(bits), self._blocks
         if self._searched:
@@ -206,14 +210,15 @@ class Comparer:
         dot, largest = (source + decoded - error) / 2, float(sums[:, 5:].max(initial=0))
         found = ErrorSums(dot, source, decoded, error, worst, not_nearest, bits.size, scales)
         if importance is not None:
-            found = replace(found, not_repeated=self._otherwise(bits, factor, importance), repeated=bits.size)
+            found = replace(found, not_repeated=self._otherwise(bits, factor, importance, clip), repeated=bits.size)
         return replace(found, largest=largest) if largest else found
 
-    def _otherwise(self, bits: Array, factor: Array, importance: Array) -> int:
+    def _otherwise(self, bits: Array, factor: Array, importance: Array, clip: Clip | None) -> int:
         """The codes of blocks whose scale is not the one that a search with the importance finds."""
         block = self._first.block[0]
         stored = factor[:, :: block // self._blocks.across]  # ggml's blocks repeat a scale
         scales = searched_scales(bits, self._dtype, self._first, importance)
+        scales = scales if clip is None else clip.amax(scales)
         again = Scales((self._first,), self._dtype, self._coding, None).of_signed(scales)[0]["scale"]
         return int((to_float32(again, self._coding.scale_is) != stored).sum()) * block
 
@@ -278,6 +283,7 @@ def compare(
     coding: Encoding = PLAIN,
     tolerance: Tolerance = EXACT,
     importance: Array | None = None,
+    clip: Clip | None = None,
 ) -> ErrorSums:
     """Return the error sums of `encode`'s arrays against the weight they were made from.
 
@@ -304,6 +310,7 @@ def compare(
     total = ErrorSums()
     for part in _bits.chunks(blocks.rows, blocks.cols, math.lcm(8, down or 1)):
         chunk = _bits.transposed(flat[:, part]) if across else flat[part]
+        own = None if clip is None else clip.rows(part.start, part.stop)
         lines = scale[part.start // down : -(-part.stop // down)] if down else scale
-        total += comparer.rows(chunk, codes[part.start // halves : -(-part.stop // halves)], lines, importance)
+        total += comparer.rows(chunk, codes[part.start // halves : -(-part.stop // halves)], lines, importance, own)
     return total

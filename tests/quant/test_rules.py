@@ -132,7 +132,7 @@ def test_a_negative_scale_fails_the_proof_of_a_scheme_with_positive_ones() -> No
 
 def test_names_with_a_colon_are_schemes_in_any_case() -> None:
     names = [name for name in scheme_names() if ":" in name]
-    assert names == ["int4:gptq", "int4:imatrix", "int4:rtn"]
+    assert names == ["int4:gptq", "int4:imatrix", "int4:rtn", "int4:signround"]
     assert load_scheme("INT4:RTN") == load_scheme("int4:rtn")
     assert not load_scheme("int4:rtn").needs_calibration
     assert load_scheme("int4:gptq").needs_calibration and not load_scheme("int4:gptq").needs_modelopt
@@ -142,7 +142,7 @@ def test_names_with_a_colon_are_schemes_in_any_case() -> None:
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("int4:best", "int4 has no rule 'best'; known: gptq, imatrix, rtn"),
+        ("int4:best", "int4 has no rule 'best'; known: gptq, imatrix, rtn, signround"),
         ("int3:rtn", "'int3' is no layout that has rules; known: int4"),
         ("int4:", "int4 has no rule ''"),
         ("int4", "int4:gptq"),

@@ -21,11 +21,11 @@ from bridge.quant.schemes.scheme import Rule
 from bridge.verification.weight_error import compare
 
 ALL = [
-    "fp8", "fp8_block", "fp8_pc_pt", "int4:gptq", "int4:imatrix", "int4:rtn", "int4_awq", "int4_awq_clip",
-    "int4_awq_full", "int4_gptq", "int4_mse", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo", "mxfp8", "nvfp4",
-    "nvfp4_awq", "nvfp4_experts_only", "nvfp4_four_over_six", "nvfp4_gptq", "nvfp4_input_scale1", "nvfp4_local_hessian",
-    "nvfp4_mlp_only", "nvfp4_mse", "nvfp4_wo", "nvfp4_wo_mse", "q4_0", "q4_0_imatrix", "q4_k", "q4_k_imatrix", "q5_k",
-    "q5_k_imatrix", "q6_k", "q6_k_imatrix", "q8_0", "w4a8_awq", "w4a8_nvfp4_fp8",
+    "fp8", "fp8_block", "fp8_pc_pt", "int4:gptq", "int4:imatrix", "int4:rtn", "int4:signround", "int4_awq",
+    "int4_awq_clip", "int4_awq_full", "int4_gptq", "int4_mse", "int4_wo", "int8", "int8_sq", "int8_wo", "mxfp4_wo",
+    "mxfp8", "nvfp4", "nvfp4_awq", "nvfp4_experts_only", "nvfp4_four_over_six", "nvfp4_gptq", "nvfp4_input_scale1",
+    "nvfp4_local_hessian", "nvfp4_mlp_only", "nvfp4_mse", "nvfp4_wo", "nvfp4_wo_mse", "q4_0", "q4_0_imatrix", "q4_k",
+    "q4_k_imatrix", "q5_k", "q5_k_imatrix", "q6_k", "q6_k_imatrix", "q8_0", "w4a8_awq", "w4a8_nvfp4_fp8",
 ]  # fmt: skip
 PLAIN = Site("m.q", "m.q.weight", "out_in", ("attn.q.weight",), 0)
 
@@ -58,7 +58,7 @@ def test_seed_words_name_schemes(alias: str, name: str) -> None:
 
 def test_only_schemes_with_static_activations_pre_scales_importance_or_chosen_codes_need_calibration() -> None:
     needing = {name for name in ALL if load_scheme(name).needs_calibration}
-    weighted = {name for name in ALL if name.endswith("imatrix")} | {"int4:gptq"}
+    weighted = {name for name in ALL if name.endswith("imatrix")} | {"int4:gptq", "int4:signround"}
     fp4 = {name for name in ALL if "nvfp4" in name and load_scheme(name).input} - {"nvfp4_input_scale1"}
     int4 = {"int4_awq", "int4_awq_clip", "int4_awq_full", "int4_gptq", "w4a8_awq"}
     assert needing == {"fp8", "int8", "int8_sq"} | int4 | fp4 | weighted

@@ -8,6 +8,7 @@ those of the unquantized model: every block can be done as soon as its inputs pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,16 @@ if TYPE_CHECKING:
     from bridge.sources.live_models.checkpoint_names import Origin
 
 COLUMNS = 128  # whose errors reach the columns behind them together, as one product
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A live matrix, float32 [out, in], the scales of its blocks and its codes. `parameter`: its live name."""
+
+    parameter: str
+    weight: Any
+    scales: Any
+    codes: Any
 
 
 class ColumnCodes(InputSquares):
@@ -57,7 +68,7 @@ class ColumnCodes(InputSquares):
             # what cannot be used is refused when all blocks are done, if it is needed
             squares, _ = settle_importance({module: self.measured_of(own, held)}, self._scheme.policies, ())
             if module in squares:
-                self.codes[module] = self._chosen(weight, own, held, squares[module])
+                self._take(weight, own, self._coded(weight, own, held, squares[module]))
         for key in [key for key in self._grams if key[0] in held]:
             del self._grams[key]
 
@@ -73,10 +84,17 @@ class ColumnCodes(InputSquares):
         gram = rows.T @ rows
         self._grams[key] = self._grams[key].add_(gram) if key in self._grams else gram
 
-    def _chosen(
+    def _take(self, weight: str, own: Sequence[QuantizerBinding], coded: Sequence[Coded]) -> None:
+        """Keep the codes of a stored weight, two to a byte, in its axes."""
+        live = [one.codes.cpu().numpy() for one in coded]
+        self.codes[own[0].site.module] = packed_nibbles(
+            stored_axes(live, self._origins[weight], own[0].site.layout == "in_out")
+        )
+
+    def _coded(
         self, weight: str, own: Sequence[QuantizerBinding], held: Mapping[str, Any], importance: np.ndarray
-    ) -> np.ndarray:
-        """The codes of a stored weight, two to a byte, in its axes."""
+    ) -> list[Coded]:
+        """The codes of the live matrices that a stored weight is made of."""
         site, numeric, origin = own[0].site, own[0].format.weight[0], self._origins[weight]
         live, turned = [], site.layout == "in_out"
         for part in origin.parts:
@@ -91,13 +109,14 @@ class ColumnCodes(InputSquares):
             ).to(values.device)
             try:
                 damp = dict(self._scheme.options)["perc_damp"]
-                live.append(column_codes(values, gram.to(values.device), scales, numeric, damp).cpu().numpy())
+                codes = column_codes(values, gram.to(values.device), scales, numeric, damp)
+                live.append(Coded(f"{module}.{own[0].parameter}", values, scales, codes))
             except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
                 raise CalibrationError(
                     f"{site.module}: GPTQ cannot invert the products of its inputs, which hold NaN or infinity, or "
                     f"differ too widely for float32: {error}; use int4:imatrix, or other data"
                 ) from error
-        return packed_nibbles(stored_axes(live, origin, turned))
+        return live
 
 
 def column_codes(weight: Any, gram: Any, scales: Any, numeric: Numeric, damp: float) -> Any:

@@ -164,5 +164,10 @@ def _check_chosen(algorithm: str, numerics: Sequence[Numeric], where: str) -> No
     own = [("int4", "float32", 1, search, 1) for search in BY_SIGN]
     if algorithm == "gptq" and kind not in (nvfp4, int4, *own):
         raise SchemeError(f"{where}: algorithm 'gptq' is for one [[weight]] of INT4 or NVFP4 in blocks along `in`")
+    if algorithm == "signround" and kind not in own:
+        raise SchemeError(
+            f"{where}: algorithm 'signround' is for one [[weight]] of INT4 in blocks along `in` with search = "
+            f"{EITHER!r} or {POSITIVE!r}"
+        )
     if algorithm == "local_hessian" and kind != nvfp4:
         raise SchemeError(f"{where}: algorithm 'local_hessian' is for one [[weight]] of NVFP4, without search")
