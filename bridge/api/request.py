@@ -327,10 +327,11 @@ def _check_lengths(calib: Calibration, plan_: Plan) -> None:
     for step, part in parts:
         assert step.site and step.format
         module = part.module or step.site.module
-        if step.format.clipped:
+        if step.format.clipped or step.format.learned:
             shape, block = plan_.sources[part.source].shape, step.format.weight[0].block[-1]
             out, in_ = shape[::-1] if step.site.layout == "in_out" else shape
-            if (clips := calib.weight_clip[module].shape) != (grid := (out, -(-in_ // block))):
+            clip = (calib.scale_factor if step.format.learned else calib.weight_clip)[module]
+            if (clips := clip.shape) != (grid := (out, -(-in_ // block))):
                 wrong[module] = f"clips of blocks {clips}, and the weight has {grid}"
         if step.format.weighted:
             whole = replace(part, rows=None) if part.transposed else replace(part, cols=None)

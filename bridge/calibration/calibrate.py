@@ -120,6 +120,11 @@ def calibrate(job: CalibrationJob) -> Calibration:
     check_data(scheme, job.data)
     if job.workers:
         return _calibrate_share(job, job.workers)
+    if any(form.learned for form in scheme.formats) and job.data.forward_loop is not None:
+        raise CalibrationError(
+            f"scheme {scheme.name}: SignRound learns layer by layer, and a forward_loop runs the whole model; give "
+            "batches as data="
+        )
     strategy, weighted, made = choose_strategy(job), _weighted(scheme), None
     # of our GPTQ the products of inputs of one block are held at a time, if nothing else drives the model
     grams = any(form.ordered for form in scheme.formats) and job.data.forward_loop is None

@@ -32,7 +32,11 @@ ORDERED = 128  # of our GPTQ: with 4,096 tokens the KL of SmolLM2-135M scatters 
 # Our GPTQ needs one forward, and products of inputs that take about as long.
 FORWARDS = {
     "max": 1, "smoothquant": 1, "awq": 13, "awq_clip": 75, "awq_full": 88, "local_hessian": 2, "gptq": 3, "ordered": 2,
+    "signround": 6,
 }  # fmt: skip
+STEP = 3  # of SignRound, in forwards of its rows: the way back takes two
+STEP_ROWS = 8
+FEW = 2048  # tokens, below which what SignRound learns holds for these alone
 LONG = 600  # seconds, from which a user is warned
 SLOW = 60  # seconds, from which another dtype is worth a line
 SMALL = 1e11  # FLOP that the slowest machine does within a minute or so; nothing is measured below
@@ -166,24 +170,29 @@ def has_bf16_instructions() -> bool:
 def flops(job: CalibrationJob) -> float:
     """Return the FLOP of a calibration; see `flops_of`."""
     data = job.data
-    return flops_of(job.source, job.structure, job.scheme, _tokens(data.batches), _tokens(data.held_out))
+    tokens = _tokens(data.batches), _tokens(data.held_out)
+    return flops_of(job.source, job.structure, job.scheme, *tokens, data.sequence)
 
 
-def flops_of(source: Source, structure: Structure, scheme: Scheme, calibrated: int, held_out: int) -> float:
+def flops_of(
+    source: Source, structure: Structure, scheme: Scheme, calibrated: int, held_out: int, sequence: int = 128
+) -> float:
     """Return the FLOP of a calibration: 2 for each weight that a token meets, each token and each forward.
 
-    `calibrated`, `held_out`: tokens. A token meets the experts that its router chooses. Attention and what is not a
-    matrix are left out.
+    `calibrated`, `held_out`: tokens, in rows of `sequence`. A token meets the experts that its router chooses.
+    Attention and what is not a matrix are left out.
     """
     specs = source.specs
     formats = [scheme.format_of(site) for site in structure.sites]
     needing = [form for form in formats if isinstance(form, Format) and is_calibrated(form)]
-    used = {"ordered" if form.ordered else form.algorithm for form in needing}
+    used = {"ordered" if form.ordered and not form.learned else form.algorithm for form in needing}
     passes = sum(FORWARDS.get(name, 1) for name in used) or 1
     tokens = passes * calibrated + 2 * held_out  # both models run on the latter
     compensated = {
         s.weight for s, form in zip(structure.sites, formats, strict=True) if getattr(form, "compensated", False)
     }
+    if any(form.learned for form in scheme.formats):
+        tokens += int(STEP * dict(scheme.options)["steps"]) * min(STEP_ROWS * sequence, calibrated)
     updates = sum(specs[name].size * specs[name].shape[-1] for name in compensated & {*specs})  # GPTQ's, by column
     return 2.0 * (_active(source, structure) * tokens + updates)
 
@@ -234,13 +243,13 @@ def time_warnings(job: CalibrationJob, rate: Rate | None = None) -> list[str]:
 
     `rate`: FLOP per second of a dtype on a device; None measures it.
     """
-    work, device = flops(job), job.device
+    work, device, lines = flops(job), job.device, few_tokens(job)
     if work < SMALL:
-        return []
+        return lines
     measure = rate or measured_rate
     dtype = job.source.runs_in or main_dtype(job.source.specs.values())
     speed = measure(dtype, device)
-    seconds, lines = work / speed, []
+    seconds = work / speed
     if seconds > LONG:
         lines.append(f"calibration: {duration(seconds)} ({work / 1e15:.3g} PFLOP at {speed / 1e12:.2g} TFLOP/s)")
     slow = dtype == "bfloat16" and str(device or "cpu").startswith("cpu") and not has_bf16_instructions()
@@ -250,6 +259,17 @@ def time_warnings(job: CalibrationJob, rate: Rate | None = None) -> list[str]:
             f"instead of {duration(seconds)}, and twice the memory"
         )
     return lines
+
+
+def few_tokens(job: CalibrationJob) -> list[str]:
+    """Say that SignRound has too few tokens to learn from; empty if it has enough, or does not run."""
+    learned, tokens = any(form.learned for form in job.scheme.formats), _tokens(job.data.batches)
+    if not learned or tokens >= FEW or "input_ids" not in next(iter(job.data.batches), {}):
+        return []
+    return [
+        f"SignRound learns from {tokens:,} tokens, which is too few to hold for other text: give {2 * FEW:,} or more "
+        "(--samples, --sequence), or take int4:imatrix"
+    ]
 
 
 def measured_rate(dtype: str, device: str | None) -> float:

@@ -88,7 +88,8 @@ def raise_inputs(fake: FakeModel, least: float) -> list[Applied]:
 Statistics = dict[str, dict[str, Any]]  # kind -> checkpoint module -> float32, or codes in memory or in a file
 CODES, SCALES = MATRICES = ("weight_codes", "block_scales")
 KINDS = ("input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "weight_clip", "weight_amax",
-         "expert_tokens", *MATRICES)  # fmt: skip
+         "scale_factor", "expert_tokens", *MATRICES)  # fmt: skip
+WATCHED = "watched"  # the kind of what a watch of a walk took, under names of its own
 
 
 def collect(fake: FakeModel) -> Statistics:

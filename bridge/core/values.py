@@ -181,7 +181,7 @@ class Format:
 
     weight: tuple[Numeric, ...]
     input: Numeric | None = None
-    # "max", "smoothquant", "awq", "awq_clip", "awq_full", "imatrix", "local_hessian", "gptq"
+    # "max", "smoothquant", "awq", "awq_clip", "awq_full", "imatrix", "local_hessian", "gptq", "signround"
     algorithm: str = "max"
     rounding: str = later("")
 
@@ -207,13 +207,20 @@ class Format:
 
     @property
     def ordered(self) -> bool:
-        """Whether calibration chooses codes column by column, those with the largest inputs first: our GPTQ."""
-        return self.algorithm == "gptq" and self.weight[0].search in OURS
+        """Whether calibration chooses codes column by column, those with the largest inputs first: our GPTQ, and where
+        SignRound starts.
+        """
+        return self.compensated and self.weight[0].search in OURS
+
+    @property
+    def learned(self) -> bool:
+        """Whether calibration learns codes, and a factor of each scale, by the output of the layer: SignRound."""
+        return self.algorithm == "signround"
 
     @property
     def compensated(self) -> bool:
         """Whether calibration chooses the codes: each column's error is made up for by the columns after it."""
-        return self.algorithm == "gptq"
+        return self.algorithm in ("gptq", "signround")
 
     @property
     def changes_weights(self) -> bool:

@@ -30,11 +30,18 @@ VERSION = "1"
 LOGITS = 1 << 28  # bytes of float32 logits of a batch of held-out rows, which has one at least
 _STATISTICS = (
     "input_amax", "smoothing_amax", "awq_scale", "pre_scale", "k_amax", "v_amax", "weight_amax", "input_square",
-    "weight_clip", "expert_tokens",
+    "weight_clip", "scale_factor", "learned_loss", "expert_tokens",
 )  # fmt: skip
 _MATRICES = ("weight_codes", "block_scales")  # as large as weights in four bits: they stay in their file
-_MAY_BE_ZERO = ("smoothing_amax", "input_square", "expert_tokens", "weight_amax")
-_AXES = {"input_amax": 0, "k_amax": 0, "v_amax": 0, "weight_amax": 0, "weight_clip": 2}  # of the others 1
+_MAY_BE_ZERO = ("smoothing_amax", "input_square", "expert_tokens", "weight_amax", "learned_loss")
+_AXES = {
+    "input_amax": 0,
+    "k_amax": 0,
+    "v_amax": 0,
+    "weight_amax": 0,
+    "weight_clip": 2,
+    "scale_factor": 2,
+}  # of the others 1
 
 
 @dataclass(frozen=True)
@@ -108,9 +115,11 @@ class Calibration(Displayed):
     `input_square` (in,): mean of x^2 of the input over the tokens that reached it: llama.cpp's importance matrix; of
     each expert of a stack (`of_expert`).
     `weight_clip` (out, blocks): the part of its amax that the scale of each block of the weight covers, 1 for all.
+    `scale_factor` (out, blocks): what SignRound multiplies the searched scale of each block by.
+    `learned_loss` (2,): the sum of squared errors of a layer's output before and after SignRound, by its live name.
     `expert_tokens` (experts,): tokens that each expert received, by the name of a layer's experts.
-    `weight_codes` (rows, columns / 2): the codes that GPTQ chose, in the axes of the stored weight, two to a byte, the
-    even column's in the low nibble. They lie in the file of this calibration, and are read by rows.
+    `weight_codes` (rows, columns / 2): the codes that GPTQ or SignRound chose, in the axes of the stored weight, two to
+    a byte, the even column's in the low nibble. They lie in the file of this calibration, and are read by rows.
     `block_scales` (out, blocks): the e4m3 codes of the scales of a weight's blocks that its local Hessian, or GPTQ,
     chose, read in the same way. `weight_amax` (): max |w| of the modules that share the scale above those blocks.
     """
@@ -124,6 +133,8 @@ class Calibration(Displayed):
     v_amax: Mapping[str, np.ndarray] = field(default_factory=dict)
     input_square: Mapping[str, np.ndarray] = field(default_factory=dict)
     weight_clip: Mapping[str, np.ndarray] = field(default_factory=dict)
+    scale_factor: Mapping[str, np.ndarray] = field(default_factory=dict)
+    learned_loss: Mapping[str, np.ndarray] = field(default_factory=dict)
     expert_tokens: Mapping[str, np.ndarray] = field(default_factory=dict)
     weight_codes: Mapping[str, Matrix] = field(default_factory=dict)
     block_scales: Mapping[str, Matrix] = field(default_factory=dict)
@@ -142,7 +153,19 @@ class Calibration(Displayed):
         perplexity = ""
         if (held := self.held_out) and held.source_perplexity and held.quantized_perplexity:
             perplexity = f"; perplexity {held.source_perplexity:.2f} -> {held.quantized_perplexity:.2f}"
+        more += [self.learned.partition(":")[0]] if self.learned else []
         return [head, f"statistics of {number(modules, 'module')}{perplexity}", *more]
+
+    @property
+    def learned(self) -> str:
+        """What SignRound left of the squared error of the outputs, of all layers and of each; "" if it did not run."""
+        if not self.learned_loss:
+            return ""
+        before, after = (sum(float(loss[at]) for loss in self.learned_loss.values()) for at in (0, 1))
+        each = ", ".join(f"{name} {loss[1] / max(loss[0], 1e-30):.0%}" for name, loss in self.learned_loss.items())
+        layers = number(len(self.learned_loss), "layer")
+        left = f"SignRound left {after / max(before, 1e-30):.0%} of the squared error of the outputs of {layers}"
+        return f"{left} under the codes of GPTQ: {each}"
 
     def table(self) -> Table:
         """Each statistic with its range over the modules, layers folded."""
@@ -182,6 +205,7 @@ class Calibration(Displayed):
             "mean square of the input (importance matrix)": form.weighted
             and not {module, of_expert(module, 0)} & {*self.input_square},
             "clip of the blocks of the weight": form.clipped and module not in self.weight_clip,
+            "factor of the scales of the weight": form.learned and module not in self.scale_factor,
             f"codes chosen by {form.algorithm}": form.compensated and module not in self.weight_codes,
             f"block scales chosen by {form.algorithm}": form.rescaled
             and not (module in self.block_scales and module in self.weight_amax),

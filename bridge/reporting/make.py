@@ -60,7 +60,11 @@ def make_report(
         skipped={**tied, **plan.dropped, **manifest.written.skipped, **kept},
         policies=policies,
         findings=proof.findings if proof else (),
-        notes=(*plan.notes, *manifest.written.notes),
+        notes=(
+            *plan.notes,
+            *manifest.written.notes,
+            *([calibration.learned] if calibration and calibration.learned else []),
+        ),
         versions=versions(),
         made_from=summary.provenance(plan, source, calibration),
         counts=(summary.accounted(plan),),

@@ -198,7 +198,7 @@ def write_rows(step: Step, context: ConversionContext, buffers: Buffers, amax: f
             bits = np.ascontiguousarray(bits[:, cut]) if cut else bits
             nonzero = nonzero or bool(bits.any())
             importance = importance_of(step, same[0].slice, context.calibration)
-            own = None if clip is None else clip.rows(first, first + len(bits))
+            own = None if clip is None else clip.rows(same[0].first, same[0].first + len(bits))
             of_same = taken and taken.cut(slice(same[0].first - first, same[-1].stop - first), across=False)
             encoded = encoder.rows(bits, same[0].first, maxima, importance, own, of_same)
             sink(outputs["weight"], encoded["codes"], written)

@@ -110,16 +110,19 @@ def importance_of_all(step: Step, calibration: Calibration | None) -> Array | No
 
 
 def clip_of(step: Step, specs: Mapping[str, TensorSpec], calibration: Calibration | None) -> Clip | None:
-    """The clips of the blocks of a step's matrix; None if its format has none."""
-    if not (step.format and step.format.clipped):
+    """The clips, or learned factors, of the blocks of a step's matrix; None if its format has none."""
+    if not (step.format and (step.format.clipped or step.format.learned)):
         return None
     assert calibration and step.site, "a clipped format is calibrated"
     block = step.format.weight[0].block[-1]
-    factors = [_factors(part, block, step.site, specs, calibration) for part in step.inputs]
+    learned = step.format.learned
+    factors = [_factors(part, block, step.site, specs, calibration, learned) for part in step.inputs]
     return Clip(np.concatenate(factors), specs[step.source].dtype if step.format.algorithm == "awq_clip" else "float32")
 
 
-def _factors(part: Slice, block: int, site: Site, specs: Mapping[str, TensorSpec], calibration: Calibration) -> Array:
+def _factors(
+    part: Slice, block: int, site: Site, specs: Mapping[str, TensorSpec], calibration: Calibration, learned: bool
+) -> Array:
     rows, cols = extent(part, specs)
     if not part.source:  # padding
         return np.ones((rows, -(-cols // block)), np.float32)
@@ -127,7 +130,7 @@ def _factors(part: Slice, block: int, site: Site, specs: Mapping[str, TensorSpec
     out, inner = (part.cols, part.rows) if turned else (part.rows, part.cols)
     begin, end = inner or (0, None)
     assert begin % block == 0, "a target refuses a cut inside of a block"
-    clip = calibration.weight_clip[part.module or site.module]
+    clip = (calibration.scale_factor if learned else calibration.weight_clip)[part.module or site.module]
     clip = clip[slice(*(out or (None,))), begin // block : None if end is None else -(-end // block)][:: part.step]
     return np.ascontiguousarray(reordered(clip, part.rope) if part.rope else clip)
 

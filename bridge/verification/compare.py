@@ -17,6 +17,7 @@ from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Step
 from bridge.quant.codec.arrays import Array, amax, cast, matrix, smooth, transposed
 from bridge.quant.codec.blocks import grid, packing
+from bridge.quant.codec.clip import Clip
 from bridge.quant.codec.decode import values
 from bridge.quant.codec.encode import CalibratedCodes
 from bridge.quant.codec.packing import unpacked_codes, words_by_row
@@ -32,6 +33,14 @@ from bridge.verification.weight_error import Comparer, ErrorSums, StoredCodes, T
 from bridge.verification.zero_points import StoredPoints, zero_point_sums
 
 ROUNDINGS = 4  # the weight is smoothed, then again by the group's mean; the mean and its stored value are rounded
+
+
+@dataclass(frozen=True)
+class Searched:
+    """How the scales of a weight were searched: with which importance, and what they were multiplied by then."""
+
+    importance: Array | None = None
+    clip: Clip | None = None
 
 
 def compare_step(
@@ -75,6 +84,7 @@ def _compare_rows(
     comparer = Comparer(kind, rows.spec.dtype, tolerance, take=buffers.take)
     of_chosen = Comparer(kind, "float32", tolerance, take=buffers.take)
     down, codes, scale = blocks.down if blocks.down < blocks.rows else 0, outputs["weight"], outputs.get("scale")
+    clip = scales.clip(step)
     every = np.empty(0, np.uint8) if scale is None else None if down else output.read(scale)  # none beside the codes
     biases, total = outputs.get("bias"), ErrorSums()
     for first, parts in rows.pieces(math.lcm(down or 1, 2)):
@@ -93,12 +103,14 @@ def _compare_rows(
                 coded = stored[begin // 2 : -(-end // 2)] if packed == "out" else stored[begin:end]
                 importance = scales.importance(step, part.slice)
                 of_part = None if bias is None else bias.reshape(stop - first, -1)[begin:end]
-                sums = comparer.rows(part.bits, coded, own, importance, of_part)
+                factors = None if clip is None else clip.rows(part.first, part.stop)
+                sums = comparer.rows(part.bits, coded, own, importance, of_part, factors)
                 if step.format.ordered and not scales.copies(step):
                     others = 0
                     if chosen is not None and importance is not None:
                         taken = chosen.rows(first, stop).cut(slice(begin, end), across=False)
-                        value = _chosen_values(part.bits, rows.spec.dtype, taken, numeric[0], "out_in", 1.0, importance)
+                        searched = Searched(importance, factors)
+                        value = _chosen_values(part.bits, rows.spec.dtype, taken, numeric[0], "out_in", 1.0, searched)
                         others = of_chosen.rows(value, coded, own, bias=of_part).not_nearest
                     sums = replace(sums, not_nearest=others)
                 total += sums
@@ -132,20 +144,20 @@ def _compare_whole(
     weights = step.format.weight
     tolerance = _tolerance(step, smoother, scales)
 
-    def sums_of(weight: Array, dtype: str, importance: Array | None = None) -> ErrorSums:
+    def sums_of(weight: Array, dtype: str, searched: Searched = Searched()) -> ErrorSums:
         return compare(
             weight, dtype, arrays, weights, layout=layout, transpose=step.transpose, coding=step.coding,
-            tolerance=tolerance, importance=importance,
+            tolerance=tolerance, importance=searched.importance, clip=searched.clip,
         )  # fmt: skip
 
-    importance = scales.importance_of_all(step)
-    sums = sums_of(bits, rows.spec.dtype, importance)
+    searched = Searched(scales.importance_of_all(step), scales.clip(step))
+    sums = sums_of(bits, rows.spec.dtype, searched)
     if not step.format.compensated or scales.copies(step):
         return sums
     chosen = scales.chosen(step, source)
     if chosen is None:
         return replace(sums, not_nearest=0)
-    value = _chosen_values(bits, rows.spec.dtype, chosen.whole(), weights[0], layout, scales.above(step), importance)
+    value = _chosen_values(bits, rows.spec.dtype, chosen.whole(), weights[0], layout, scales.above(step), searched)
     return replace(sums, not_nearest=sums_of(value, "float32").not_nearest)
 
 
@@ -182,17 +194,17 @@ def _chosen_values(
     numeric: Numeric,
     layout: str,
     above: float,
-    importance: Array | None = None,
+    searched: Searched = Searched(),
 ) -> Array:
     """Return the float32 values of chosen codes under the scales that were chosen, or that a weight's maxima give.
 
     bits: some rows of the weight, or all of it; codes have the same axes.  above: the scale above chosen scales.
-    importance: with which scales were searched.
     """
     assert chosen.codes is not None
     flat = transposed(matrix(bits)) if layout == "in_out" else matrix(bits)
-    if importance is not None:
-        scale = searched_scales(flat, dtype, numeric, importance)
+    if searched.importance is not None:
+        scale = searched_scales(flat, dtype, numeric, searched.importance)
+        scale = scale if searched.clip is None else searched.clip.amax(scale)
     elif chosen.scales is None:
         scale = amax(flat, dtype, 1, numeric.block[0]) / np.float32(numeric.maxbound)
     else:

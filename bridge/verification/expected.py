@@ -18,12 +18,20 @@ from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Output, Plan, Step
 from bridge.quant.calibration import Calibration
 from bridge.quant.codec.arrays import Array, cast
+from bridge.quant.codec.clip import Clip
 from bridge.quant.codec.decode import as_values
 from bridge.quant.smoothing import Smoothing, mean_scale, row_factor
 from bridge.sources.source import Source
 from bridge.streaming.calibrated_codes import CalibratedRows, calibrated_rows
 from bridge.streaming.passthrough import copied_constants
-from bridge.streaming.scales import importance_of, importance_of_all, input_modules, row_factor_of, smoothing_of
+from bridge.streaming.scales import (
+    clip_of,
+    importance_of,
+    importance_of_all,
+    input_modules,
+    row_factor_of,
+    smoothing_of,
+)
 
 KV = ("k_scale", "v_scale", "kv_scale")
 E4M3_MAX = 448.0
@@ -109,6 +117,11 @@ class ExpectedScales:
     def importance_of_all(self, step: Step) -> Array | None:
         """The same of all slices of a step that is coded whole."""
         return None if self._calibration is None else importance_of_all(step, self._calibration)
+
+    def clip(self, step: Step) -> Clip | None:
+        """What searched scales were multiplied by; None if they were not, or if no calibration says so."""
+        learned = step.format and step.format.learned and not self.copies(step)
+        return clip_of(step, self._plan.sources, self._calibration) if self._calibration and learned else None
 
     def chosen(self, step: Step, source: Source) -> CalibratedRows | None:
         """What was chosen of the weight of a step; None if nothing was, or if no calibration has it."""

@@ -21,6 +21,7 @@ from bridge.quant.codec import affine, kquants
 from bridge.quant.codec import arrays as _bits
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, STREAM, WORDS, Grid, grid, packing, stored_shapes
+from bridge.quant.codec.clip import Clip
 from bridge.quant.codec.decode import by_row, split_blocks, values
 from bridge.quant.codec.encode import Encoder
 from bridge.quant.codec.fake_quant import runtime_codes
@@ -165,14 +166,21 @@ class Comparer:
             self._slack, self._least = 0.0, math.inf
 
     def rows(
-        self, bits: Array, stored: Array, scale: Array, importance: Array | None = None, bias: Array | None = None
+        self,
+        bits: Array,
+        stored: Array,
+        scale: Array,
+        importance: Array | None = None,
+        bias: Array | None = None,
+        clip: Clip | None = None,
     ) -> ErrorSums:
         """Return the error sums of some rows.
 
         bits: storage array (rows, cols).  stored: the bytes of their codes; or of fake-quantized floats, which are
         coded first, as a runtime does.  scale: the bytes of their scales, as stored.  importance: (in,), with which
         codes or scales were searched; they are searched again, since a gate does not see that of another matrix.
-        bias: the bytes of their biases, where groups have one.
+        bias: the bytes of their biases, where groups have one.  clip: what calibration multiplied the searched scales
+        by.
         """
         n, blocks = len(bits), self._blocks
         if self._first.dtype in AFFINE:
@@ -217,10 +225,10 @@ class Comparer:
             not_nearest += int(moved.sum()) * blocks.across
         found = ErrorSums(dot, source, decoded, error, worst, not_nearest, bits.size, scales)
         if importance is not None:
-            found = replace(found, not_repeated=self._otherwise(bits, factor, importance), repeated=bits.size)
+            found = replace(found, not_repeated=self._otherwise(bits, factor, importance, clip), repeated=bits.size)
         return replace(found, largest=largest) if largest else found
 
-    def _otherwise(self, bits: Array, factor: Array, importance: Array) -> int:
+    def _otherwise(self, bits: Array, factor: Array, importance: Array, clip: Clip | None) -> int:
         """The codes of blocks whose scale is not the one that a search with the importance finds."""
         block = self._first.block[0]
         stored = factor[:, :: block // self._blocks.across]  # ggml's blocks repeat a scale
@@ -229,6 +237,7 @@ class Comparer:
             again = searched_scales(bits, self._dtype, self._first, importance, divisors)
             return int((again != stored).sum()) * block
         scales = searched_scales(bits, self._dtype, self._first, importance)
+        scales = scales if clip is None else clip.amax(scales)
         again = Scales((self._first,), self._dtype, self._coding, None).of_signed(scales)[0]["scale"]
         return int((to_float32(again, self._coding.scale_is) != stored).sum()) * block
 
@@ -317,6 +326,7 @@ def compare(
     coding: Encoding = PLAIN,
     tolerance: Tolerance = EXACT,
     importance: Array | None = None,
+    clip: Clip | None = None,
 ) -> ErrorSums:
     """Return the error sums of `encode`'s arrays against the weight they were made from.
 
@@ -343,6 +353,8 @@ def compare(
     total = ErrorSums()
     for part in _bits.chunks(blocks.rows, blocks.cols, math.lcm(8, down or 1)):
         chunk = _bits.transposed(flat[:, part]) if across else flat[part]
+        own = None if clip is None else clip.rows(part.start, part.stop)
         lines = scale[part.start // down : -(-part.stop // down)] if down else scale
-        total += comparer.rows(chunk, codes[part.start // halves : -(-part.stop // halves)], lines, importance)
+        coded = codes[part.start // halves : -(-part.stop // halves)]
+        total += comparer.rows(chunk, coded, lines, importance, clip=own)
     return total

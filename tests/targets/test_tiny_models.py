@@ -43,11 +43,12 @@ REFUSED: dict[tuple[str, str], dict[str, str]] = {
         "w4a8_awq": "one level of weight quantization",
         "w4a8_nvfp4_fp8": "has FP4 in blocks of 16",
     },
-    ("hf", "tiny-llama"): {"int4:gptq": "codes for scales of either sign"},
-    ("hf", "tiny-gpt2"): {"int4:gptq": "codes for scales of either sign"},
-    ("trtllm", "tiny-gpt2"): {"int4:gptq": "codes for scales of either sign"},
+    ("hf", "tiny-llama"): dict.fromkeys(("int4:gptq", "int4:signround"), "codes for scales of either sign"),
+    ("hf", "tiny-gpt2"): dict.fromkeys(("int4:gptq", "int4:signround"), "codes for scales of either sign"),
+    ("trtllm", "tiny-gpt2"): dict.fromkeys(("int4:gptq", "int4:signround"), "codes for scales of either sign"),
     ("trtllm", "tiny-llama"): {
         "int4:gptq": "codes for scales of either sign",
+        "int4:signround": "codes for scales of either sign",
         "fp8_block": r"out = 256\+64\+64 does not divide into tiles of 128",
     },
 }

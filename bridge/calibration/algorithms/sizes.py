@@ -59,7 +59,7 @@ def hessian_sizes(matrices: Iterable[Matrix]) -> tuple[dict[str, int], int]:
     """
     sizes, copies = Counter[str](), 0
     for one in matrices:
-        if any(form.algorithm == "gptq" for form in one.forms):
+        if any(form.compensated for form in one.forms):
             hessian = 4 * one.in_**2
             sizes[block_of(one.name)] += hessian
             copies = max(copies, COPIES * hessian + WEIGHT_COPIES * 4 * one.out * one.in_)

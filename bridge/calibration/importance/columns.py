@@ -8,6 +8,7 @@ those of the unquantized model: every block can be done as soon as its inputs pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,17 @@ if TYPE_CHECKING:
     from bridge.sources.live_models.checkpoint_names import Origin
 
 COLUMNS = 128  # whose errors reach the columns behind them together, as one product
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A live matrix, float32 [out, in], the scales of its blocks and its codes. `parameter`: its live name."""
+
+    parameter: str
+    weight: Any
+    scales: Any
+    codes: Any
+    numbers: np.ndarray
 
 
 class ColumnCodes(InputSquares):
@@ -66,7 +78,7 @@ class ColumnCodes(InputSquares):
             # what cannot be used is refused when all blocks are done, if it is needed
             squares, _ = settle_importance({module: self.measured_of(own, held)}, self._scheme.policies, ())
             if module in squares:
-                self._choose(weight, own, held, squares[module])
+                self._take(weight, own, self._coded(weight, own, held, squares[module]))
         for key in [key for key in self._grams if key[0] in held]:
             del self._grams[key]
 
@@ -82,12 +94,23 @@ class ColumnCodes(InputSquares):
         gram = rows.T @ rows
         self._grams[key] = self._grams[key].add_(gram) if key in self._grams else gram
 
-    def _choose(
+    def _take(self, weight: str, own: Sequence[QuantizerBinding], coded: Sequence[Coded]) -> None:
+        """Keep the codes of a stored weight, two to a byte in its axes, and NVFP4's scales (out, blocks)."""
+        site, block, origin = own[0].site, own[0].format.weight[0].block[0], self._origins[weight]
+        turned = site.layout == "in_out"
+        codes = [one.codes.cpu().numpy() for one in coded]
+        self.codes[site.module] = packed_nibbles(stored_axes(codes, origin, turned))
+        if own[0].format.weight[0].two_level:
+            wide = [one.numbers.repeat(block, axis=1)[:, : one.weight.shape[1]] for one in coded]
+            joined = stored_axes(wide, origin, turned)
+            self.block_scales[site.module] = np.ascontiguousarray((joined.T if turned else joined)[:, ::block])
+
+    def _coded(
         self, weight: str, own: Sequence[QuantizerBinding], held: Mapping[str, Any], importance: np.ndarray
-    ) -> None:
-        """Choose the codes of a stored weight, two to a byte in its axes, and NVFP4's scales (out, blocks)."""
+    ) -> list[Coded]:
+        """The codes of the live matrices that a stored weight is made of."""
         site, numeric, origin = own[0].site, own[0].format.weight[0], self._origins[weight]
-        above, codes, scales, turned = None, [], [], site.layout == "in_out"
+        above, live, turned = None, [], site.layout == "in_out"
         if numeric.two_level:
             largest = max(self._largest(one, held) for one in self._sharing(site.module, held))
             self.weight_amax[site.module] = np.asarray(largest, np.float32)
@@ -104,21 +127,16 @@ class ColumnCodes(InputSquares):
             try:
                 damp = dict(self._scheme.options)["perc_damp"]
                 steps = torch.from_numpy(found).to(values.device)
-                codes.append(column_codes(values, gram.to(values.device), steps, numeric, damp).cpu().numpy())
+                codes = column_codes(values, gram.to(values.device), steps, numeric, damp)
             except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
                 rule = f"{self._scheme.name.partition(':')[0]}:imatrix"
                 raise CalibrationError(
                     f"{site.module}: GPTQ cannot invert the products of its inputs, which hold NaN or infinity, or "
                     f"differ too widely for float32: {error}; use {rule}, or other data"
                 ) from error
-            if divisors is not None:
-                numbers = CODES[numeric.scale_dtype][np.searchsorted(divisors, found)]
-                scales.append(numbers.repeat(numeric.block[0], axis=1)[:, : values.shape[1]])
-        self.codes[site.module] = packed_nibbles(stored_axes(codes, origin, turned))
-        if scales:
-            joined = stored_axes(scales, origin, turned)
-            joined = (joined.T if turned else joined)[:, :: numeric.block[0]]
-            self.block_scales[site.module] = np.ascontiguousarray(joined)
+            numbers = found if divisors is None else CODES[numeric.scale_dtype][np.searchsorted(divisors, found)]
+            live.append(Coded(f"{module}.{own[0].parameter}", values, steps, codes, numbers))
+        return live
 
     def _sharing(self, module: str, held: Mapping[str, Any]) -> list[QuantizerBinding]:
         """The bindings in one format whose weights share the scale above NVFP4's blocks with a module's."""

@@ -25,6 +25,7 @@ from bridge.calibration.statistics import ExpertTokens
 from bridge.calibration.walk.options import Watch
 from bridge.calibration.walk.states import Spill
 from bridge.core.errors import CalibrationError
+from bridge.core.files.matrices import Matrix
 from bridge.core.text import fold_layers
 from bridge.quant.calibration import Calibration, of_expert
 
@@ -57,13 +58,16 @@ def measure_importance(
     watch, held = InputSquares(bindings), None
     if any(one.format.ordered for one in bindings):
         from bridge.calibration.importance.columns import ColumnCodes
+        from bridge.calibration.importance.learned import LearnedCodes
 
-        watch = ColumnCodes(bindings, origins, scheme, job.structure.groups)
+        kind = LearnedCodes if any(one.format.learned for one in bindings) else ColumnCodes
+        watch = kind(bindings, origins, scheme, job.structure.groups)
     if by_blocks:
         from bridge.calibration.walk.run import watch_by_blocks
 
         seen = data if added_to is None else replace(data, held_out=())
-        model, answers = watch_by_blocks(replace(job, data=seen), watch, spill)
+        partial = job.partial if added_to is None else None  # what ModelOpt's walk keeps there is another run
+        model, answers = watch_by_blocks(replace(job, data=seen, partial=partial), watch, spill)
         held = held_out_of(data.held_out, answers, None) if seen.held_out else None
     else:
         copied = copy_modules(model, device=job.device)
@@ -79,6 +83,8 @@ def measure_importance(
             weight_codes={**added_to.weight_codes, **watch.codes},
             block_scales={**added_to.block_scales, **watch.block_scales},
             weight_amax={**added_to.weight_amax, **watch.weight_amax},
+            scale_factor=watch.factors,
+            learned_loss=watch.losses,
             applied=(*added_to.applied, *applied),
         )
     provenance = provenance_of(job, model, ("qbridge", "torch", "transformers"))
@@ -87,7 +93,8 @@ def measure_importance(
         held = answer_of(model, data)
     return Calibration(
         provenance, input_square=squares, weight_codes=watch.codes, block_scales=watch.block_scales,
-        weight_amax=watch.weight_amax, expert_tokens=watch.tokens, applied=applied, held_out=held,
+        weight_amax=watch.weight_amax, scale_factor=watch.factors, learned_loss=watch.losses,
+        expert_tokens=watch.tokens, applied=applied, held_out=held,
     )  # fmt: skip
 
 
@@ -111,9 +118,11 @@ class InputSquares(Watch):
         self._stacks = dict.fromkeys((one.module, one.parameter) for one in self._bindings if _is_expert(one))
         self._routing = ExpertTokens(self._bindings)
         self.tokens = self._routing.tokens
-        self.codes: dict[str, np.ndarray] = {}
+        self.codes: dict[str, Matrix] = {}
         self.block_scales: dict[str, np.ndarray] = {}
         self.weight_amax: dict[str, np.ndarray] = {}
+        self.factors: dict[str, np.ndarray] = {}  # of the scales of their blocks, if a subclass learns them
+        self.losses: dict[str, np.ndarray] = {}
 
     def run(self, loop: Callable[[Any], None], model: Any) -> None:
         """Run the loop, watched; its model may be a part that holds some of the modules."""

@@ -30,6 +30,7 @@ from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.configs.positions import positions
 
 WHOLE = 1.3  # ModelOpt's copies of single matrices, and what `from_pretrained` keeps while it builds a model
+LEARNED = 20  # bytes of SignRound for each value of a block: weight, offset and its start in float32, codes, gradients
 SLACK = 1.25
 BASE = 300 << 20  # what one block takes apart from its bytes: pieces that are read, small modules, ModelOpt's objects
 USED = 0.8  # of the free memory, without memory=
@@ -196,7 +197,9 @@ def calibration_need(
     hessians, copies = hessian_sizes(matrices)
     whole = int((WHOLE + losses) * total) + stacked_bytes(specs.values()) + product + inside
     whole += sum(hessians.values()) + copies + codes + changed_values(matrices) * item
-    rest = smoothed + product + inside + BASE + max(hessians.values(), default=0) + copies
+    learns = any(form.learned for form in scheme.formats)
+    learned = int(LEARNED / item * max(block_sizes(specs.values()).values())) if learns and specs else 0
+    rest = learned + smoothed + product + inside + BASE + max(hessians.values(), default=0) + copies
 
     def parts(sizes: Mapping[str, int], waiting: int = 0) -> Parts:
         name = max(sizes, key=lambda key: sizes[key])
@@ -219,7 +222,8 @@ def streams_of(scheme: Scheme, sites: Sequence[Site] = ()) -> int:
     """
     found = known_formats(sites, scheme).values() if sites else scheme.formats
     formats = [form for form in found if isinstance(form, Format) and not is_unknown(form)]
-    return max(1, schedule_of(scheme, formats, scheme.kv is not None).count)
+    learned = 3 * any(form.learned for form in formats)  # two streams, and the outputs of one block
+    return max(1, learned, schedule_of(scheme, formats, scheme.kv is not None).count)
 
 
 def measuring_need(

@@ -42,7 +42,10 @@ class WalkModel:
         quantizers = quantizers_of(job.structure, job.scheme, self.origins, tied_names(model))
         if watch:
             watch.prepare(fake)
-            quantizers, modules = replace(quantizers, schedule=Schedule(streams=(0,))), set(watch.modules)
+            quantizers, modules = (
+                replace(quantizers, schedule=Schedule(streams=(0, 1) if watch.learns else (0,))),
+                set(watch.modules),
+            )
         else:
             register_modules(fake, bool(quantizers.attention))
             modules = {binding.module for binding in quantizers.bindings} | {*quantizers.attention}

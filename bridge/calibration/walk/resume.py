@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bridge.calibration.job import CalibrationJob
-from bridge.calibration.statistics import KINDS, MATRICES, Statistics, merge
+from bridge.calibration.statistics import KINDS, MATRICES, WATCHED, Statistics, merge
 from bridge.calibration.walk.blocks import Block
 from bridge.calibration.walk.forwards import outputs_of
 from bridge.calibration.walk.model import WalkModel
@@ -224,9 +224,8 @@ class Partial:
         except _CannotKeep:
             return False
         states = "states-b.safetensors" if self._states == "states-a.safetensors" else "states-a.safetensors"
-        arrays = {
-            f"{kind}/{name}": array for kind in KINDS if kind not in MATRICES for name, array in seen[kind].items()
-        }
+        kinds = [kind for kind in seen if kind not in MATRICES]
+        arrays = {f"{kind}/{name}": array for kind in kinds for name, array in seen[kind].items()}
         codes = {f"{kind}/{name}": matrix for kind in MATRICES for name, matrix in seen[kind].items()}
         places = {name: (matrix.offset, *matrix.shape) for name, matrix in codes.items()}
         statistics = file_bytes(arrays)
@@ -251,7 +250,7 @@ class Partial:
             if hashlib.sha256(path.read_bytes()).hexdigest() != self._work.done[block]["statistics"]:
                 raise ValueError(f"{path} has changed")
             file = SafetensorsFile(path)
-            seen: Statistics = {kind: {} for kind in KINDS}
+            seen: Statistics = {kind: {} for kind in (*KINDS, WATCHED)}
             for name in file.specs:
                 kind, _, module = name.partition("/")
                 seen[kind][module] = file.read(name)

@@ -7,6 +7,7 @@ activations that the whole model has there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,17 @@ from bridge.calibration.job import CalibrationJob
 from bridge.calibration.modelopt import calibrate_root, of_modelopt, provenance_of, quiet
 from bridge.calibration.quantizers import QuantizerBinding
 from bridge.calibration.reference_outputs import Answers, held_out_of
-from bridge.calibration.statistics import CODES, KINDS, SCALES, Statistics, collect, merge, settle_statistics
+from bridge.calibration.statistics import (
+    CODES,
+    KINDS,
+    MATRICES,
+    SCALES,
+    WATCHED,
+    Statistics,
+    collect,
+    merge,
+    settle_statistics,
+)
 from bridge.calibration.walk.block_errors import BlockErrors, BlockProbe
 from bridge.calibration.walk.blocks import Block
 from bridge.calibration.walk.diagnose import blame, broken_tensor, why_modelopt_refused
@@ -54,10 +65,16 @@ def calibrate_by_blocks(job: CalibrationJob, options: Options = Options()) -> Ca
 
 
 def watch_by_blocks(job: CalibrationJob, watch: Watch, spill: Spill | None = None) -> tuple[Any, Answers]:
-    """Run the data through the unquantized model for `watch`; return the model, without weights, and its answers."""
-    with torch.no_grad(), returning_pages():
-        walk = Walk(job, Options(watch=watch, spill=spill))
-        walk.run()
+    """Run the data through the unquantized model for `watch`; return the model, without weights, and its answers.
+
+    A watch that learns goes on where a killed run ended.
+    """
+    kept = unfinished(job) if watch.learns else nullcontext()
+    with torch.no_grad(), returning_pages(), kept as partial:
+        while not (walk := Walk(job, Options(watch=watch, spill=spill), partial)).run():
+            assert partial, "only a walk that continues another one has to start again"
+            partial.start_again()
+        watch.end(walk.seen)
     return walk.model.plain.model, walk.streams.source_answers
 
 
@@ -85,7 +102,7 @@ class Walk:
         self.model = WalkModel(job, options)
         self.streams = Streams(job, options, self.model, keeps_outputs=partial is not None)
         self._journal = WalkJournal(partial, self.model, self.streams, job.workers)
-        self.seen: Statistics = {kind: {} for kind in KINDS}
+        self.seen: Statistics = {kind: {} for kind in (*KINDS, WATCHED)}
         self._visited: set[Block] = set()
 
     def run(self) -> bool:
@@ -136,10 +153,25 @@ class Walk:
         return seen
 
     def _watched(self, block: Block, watch: Watch) -> Statistics:
-        """Run the data through a block without quantizers; what is seen stays with the watch."""
-        with self.streams.blamed(block=block):
-            watch.run(self._loop(block), self.model.fake.part(block))
-        return {kind: {} for kind in KINDS}
+        """Run the data through a block without quantizers; what is seen stays with the watch, unless it learns."""
+        loop, root = self._loop(block), self.model.fake.part(block)
+        seen: Statistics = {kind: {} for kind in (*KINDS, WATCHED)}
+        outputs: list[Any] = []
+        module, streams = root.get_submodule(block.name), self.streams
+        with streams.blamed(block=block), ExitStack() as hooks:
+            if watch.learns:
+                hooks.enter_context(module.register_forward_hook(lambda *made: outputs.append(made[-1])))
+            watch.run(loop, root)
+        if watch.learns:
+            waiting = streams.waiting(streams.data[1], block)
+            for batch in waiting:
+                batch.offloaded.restore()
+            chosen = watch.learn(module, block.name, outputs, waiting)
+            self._journal.keep_codes(chosen, seen)
+            seen |= {kind: arrays for kind, arrays in chosen.items() if kind not in MATRICES}
+            with streams.blamed(block=block):
+                loop(root)
+        return seen
 
     def _calibrated(self, block: Block) -> Statistics:
         """Run ModelOpt on a block, and then the held-out inputs."""

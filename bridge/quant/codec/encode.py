@@ -151,7 +151,7 @@ class Encoder:
         if chosen.scales is not None and self._whole:
             parts, divisor = self._scales.of_codes(np.ascontiguousarray(chosen.scales))
         else:
-            parts, divisor = self._searched(flat, own, importance) if self._search else self._scales.of(own)
+            parts, divisor = self._searched(flat, own, importance, clip) if self._search else self._scales.of(own)
         codes = self._nearest(flat, divisor, down) if chosen.codes is None else np.ascontiguousarray(chosen.codes)
         if self._values:
             stored = self._fake_quantized(codes, parts.get("scale"), down)
@@ -196,12 +196,14 @@ class Encoder:
             make_codes(dividends, by, height, blocks.across, self._numeric.dtype, codes[part])
         return codes
 
-    def _searched(self, flat: Array, own: Array, importance: Array | None) -> tuple[dict[str, Array], Array]:
+    def _searched(
+        self, flat: Array, own: Array, importance: Array | None, clip: Clip | None
+    ) -> tuple[dict[str, Array], Array]:
         """`Scales.of` for the searched scales of some rows, whose block maxima are `own`."""
         words = arrays.readable(flat, self._dtype, self._take("single", (flat.size,), np.uint32))
         if self._numeric.search in BY_SIGN:
             scales = integer_scales(words, self._numeric, self._blocks.across, importance)
-            parts, divisor = self._scales.of_signed(scales)
+            parts, divisor = self._scales.of_signed(scales if clip is None else clip.amax(scales))
             if not np.isfinite(divisor).all():
                 raise SourceError(f"{self._name}: a scale does not fit its dtype; choose another one (--dtype)")
             return parts, divisor

@@ -242,12 +242,17 @@ def _check_chosen(algorithm: str, numerics: Sequence[Numeric], where: str) -> No
     first = numerics[0]
     kind = (first.dtype, first.scale_dtype, len(first.block), first.search, len(numerics))
     nvfp4, int4 = ("float4_e2m1fn", "float8_e4m3fn", 1, "", 1), ("int4", "float32", 1, "", 1)
-    own = [("int4", "float32", 1, search, 1) for search in BY_SIGN]
-    own += [("float4_e2m1fn", scale, 1, WEIGHTED, 1) for scale in ("float8_e4m3fn", "float8_e8m0fnu")]
-    if algorithm == "gptq" and kind not in (nvfp4, int4, *own):
+    signed = [("int4", "float32", 1, search, 1) for search in BY_SIGN]
+    weighted = [("float4_e2m1fn", scale, 1, WEIGHTED, 1) for scale in ("float8_e4m3fn", "float8_e8m0fnu")]
+    if algorithm == "gptq" and kind not in (nvfp4, int4, *signed, *weighted):
         raise SchemeError(
             f"{where}: algorithm 'gptq' is for one [[weight]] of INT4 or FP4 in blocks along `in`, of MXFP4 with "
             f"search = {WEIGHTED!r}"
+        )
+    if algorithm == "signround" and kind not in signed:
+        raise SchemeError(
+            f"{where}: algorithm 'signround' is for one [[weight]] of INT4 in blocks along `in` with search = "
+            f"{EITHER!r} or {POSITIVE!r}"
         )
     if algorithm == "local_hessian" and kind != nvfp4:
         raise SchemeError(f"{where}: algorithm 'local_hessian' is for one [[weight]] of NVFP4, without search")

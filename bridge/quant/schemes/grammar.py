@@ -24,7 +24,9 @@ ALGORITHMS = {
     "imatrix": {},  # llama.cpp's: errors are weighted by the mean square of the input of each `in`
     "local_hessian": {},
     "gptq": {"perc_damp": 0.01},
+    "signround": {"perc_damp": 0.01, "rate": 0.25, "steps": 200},  # from the codes of gptq
 }
+MOST_STEPS = 10_000
 POLICIES = ("error", "floor", "peers")
 NVFP4 = "FP4 in blocks under FP8 scales (NVFP4)"
 _PER = ("tensor", "channel", "block", "token")
@@ -155,7 +157,10 @@ def parse_options(words: Any, algorithm: str, where: str) -> tuple[tuple[str, fl
     known = ALGORITHMS[algorithm]
     check_keys(words, set(known), f"{where}: [options] of algorithm {algorithm!r}")
     for key, value in words.items():
-        if type(value) not in (int, float) or not 0 < value <= 1:
+        if key == "steps":
+            if type(value) is not int or not 1 <= value <= MOST_STEPS:
+                raise SchemeError(f"{where}: [options] steps = {value!r}; expected a whole number, 1 to {MOST_STEPS}")
+        elif type(value) not in (int, float) or not 0 < value <= 1:
             raise SchemeError(f"{where}: [options] {key} = {value!r}; expected a number in (0, 1]")
     if words.get("min_clip_ratio") == 1:
         raise SchemeError(f"{where}: [options] min_clip_ratio = 1 clips nothing; expected a number below 1")

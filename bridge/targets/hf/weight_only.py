@@ -139,7 +139,8 @@ class Gptq(IntegerWords):
 
     `qweight` (in / 8, out), `qzeros` (in / block, out / 8), `scales` (in / block, out) and `g_idx` (in,), the block of
     each input, in their natural order; INT8 has four codes to a word. Zero points are stored less one. Which codes
-    these are, the scheme says: the GPTQ algorithm chooses those of int4_gptq and int4:gptq.
+    these are, the scheme says: the GPTQ algorithm chooses those of int4_gptq and int4:gptq, SignRound those of
+    int4:signround.
     """
 
     name, dtypes, packed = "GPTQ's format", ("int4", "int8"), "int32"
