@@ -202,7 +202,7 @@ def _write(
 ) -> Report:
     """Calibrate, write, verify and report, in a directory that is published at the end."""
     from bridge.reporting.make import make_report, save
-    from bridge.targets.write import write
+    from bridge.targets.manifest import write
 
     check_disk(resolved.out, resolved.disk)
     request, identity = resolved.request, decisions.identity

@@ -1,27 +1,31 @@
-"""Write and read bridge.json, the record of an output and its source."""
+"""Write an output with its record, bridge.json, and read the record."""
 
 from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Collection
+import shutil
+from collections.abc import Collection, Set
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from bridge.core.errors import VerifyError
-from bridge.core.output.names import MANIFEST
+from bridge.core.output.names import CALIBRATION, CARD, ENGINES, JOURNAL, MANIFEST
 from bridge.core.parsing.limited import MAX_WRITTEN_VALUES, parse_json
 from bridge.core.parsing.typed_json import by_line, typed
+from bridge.core.remote.store import check_names
 from bridge.core.text import described
 from bridge.core.version import __version__
 from bridge.planning.plan import Plan
 from bridge.quant.schemes.grammar import Gate
-from bridge.streaming.context import WriteResult
+from bridge.streaming.context import ConversionContext, WriteResult
+from bridge.targets import load_target
 
 # Files that users adjust after a conversion: settings of generation and sessions, chat templates, texts.
 ADJUSTED = ("generation_config.json", "genai_config.json", "tokenizer_config.json", "*.jinja", "*.md", "*.txt")
+CHUNK = 8 << 20  # bytes of a side file that are copied at once
 
 
 @dataclass(frozen=True)
@@ -110,3 +114,37 @@ def altered(directory: Path, manifest: Manifest) -> list[str]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write(context: ConversionContext) -> Manifest:
+    """Let the target write, copy the side files, and save the manifest that `verify` needs."""
+    plan, source, scheme = context.plan, context.source, context.scheme
+    directory = context.work.directory
+    check_names(plan.side_files, source.where)
+    _clear(directory, {*plan.files, CALIBRATION, JOURNAL})
+    written = load_target(plan.target).write(context, directory)
+    for name in plan.side_files:
+        if not (directory / name).exists():  # else the target changed what it says
+            write_side_file(source.side_files[name], directory / name)
+    gates = {s.site.module: scheme.gate_of(s.site) for s in plan.quantized if s.site and scheme}
+    digests = file_digests(directory, {*plan.files, CALIBRATION, JOURNAL, CARD}, ENGINES)
+    manifest = Manifest(plan, gates, scheme.parity.output if scheme else Gate(1.0, (1.0, 1.0)), written, digests)
+    manifest.save(directory)
+    return manifest
+
+
+def write_side_file(content: Path | bytes, path: Path) -> None:
+    """Copy a file, or write its content, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+        return
+    with content.open("rb") as file, path.open("wb") as copy:
+        shutil.copyfileobj(file, copy, CHUNK)
+
+
+def _clear(directory: Path, kept: Set[str]) -> None:
+    """Remove files of a killed run, which may be incomplete; keep those whose tensors its journal lists."""
+    for path in directory.rglob("*"):
+        if path.is_file() and path.relative_to(directory).as_posix() not in kept:
+            path.unlink()

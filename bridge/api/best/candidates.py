@@ -14,7 +14,7 @@ from bridge.core.text import duration, nearest, number
 from bridge.core.values import Structure, TensorSpec
 from bridge.planning.plan import Plan
 from bridge.quant.describe import chosen_words
-from bridge.quant.schemes.catalog import BEST, RULE, layout_of, rules_of, without_data
+from bridge.quant.schemes.catalog import BEST, RULE, candidates_by_default, layout_of, rules_of, without_data
 from bridge.quant.schemes.group_size import with_dividing_blocks, with_group, with_zero_points
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
@@ -123,7 +123,7 @@ def candidates_of(
     path = layout_of(quant)
     assert path
     asked, rules, refused = _asked(only, path), [], {}
-    for rule in asked or rules_of(path):
+    for rule in asked or candidates_by_default(path):
         name = f"{path.stem}{RULE}{rule}"
         try:
             sized = with_zero_points(with_group(load_scheme(name, kv), blocks[0]), blocks[1])

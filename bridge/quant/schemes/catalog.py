@@ -57,6 +57,12 @@ def rules_of(path: Path) -> list[str]:
     return list(rules)
 
 
+def candidates_by_default(path: Path) -> list[str]:
+    """The rules of a file that `:best` tries where nobody names rules: those without `candidate = false`."""
+    rules = read_toml(path)["rule"]
+    return [rule for rule in rules_of(path) if rules[rule].get("candidate", True)]
+
+
 def is_scheme_name(name: str) -> bool:
     """Whether it is the name of a scheme, a preset's with its prefix among them."""
     return name in scheme_names() or name in preset_names()
@@ -81,13 +87,14 @@ def layout_of(quant: object) -> Path | None:
 
 
 def without_data(path: Path) -> str:
-    """The name of a layout's best rule among those that need no data; SchemeError if its file names none."""
-    rule = read_toml(path).get(WITHOUT_DATA)
-    if rule not in rules_of(path):
-        raise SchemeError(f"{shown(path)}: {WITHOUT_DATA} = {rule!r}; {nearest(str(rule), rules_of(path))}")
-    if read_rule(path, str(rule)).needs_calibration:
-        raise SchemeError(f"{shown(path)}: {WITHOUT_DATA} = {rule!r}, which is calibrated; name a rule without data")
-    return f"{path.stem}{RULE}{rule}"
+    """The name of a layout's best rule among those that need no data, "" if all do; SchemeError if its file errs."""
+    rule = read_toml(path).get(WITHOUT_DATA, "")
+    free = [one for one in rules_of(path) if not read_rule(path, one).needs_calibration]
+    if rule in free or (not rule and not free):
+        return f"{path.stem}{RULE}{rule}" if rule else ""
+    raise SchemeError(
+        f"{shown(path)}: {WITHOUT_DATA} = {rule!r} is no rule that needs no data; {nearest(str(rule), free)}"
+    )
 
 
 def kv_names() -> list[str]:
@@ -185,7 +192,7 @@ def read_rule(path: Path, rule: str) -> Scheme:
     words.pop(WITHOUT_DATA, None)
     if "search" in own and isinstance(words.get("weight"), list):
         words["weight"] = [{**weight, "search": own["search"]} for weight in words["weight"]]
-    own = {key: value for key, value in own.items() if key != "search"}
+    own = {key: value for key, value in own.items() if key not in ("search", "candidate")}
     return _scheme(f"{path.stem}{RULE}{rule}", words | own, f"{where}: [rule.{rule}]")
 
 

@@ -28,7 +28,7 @@ from bridge.streaming.run import equal_bits
 from bridge.streaming.tensor_file import TensorFile
 from bridge.targets.checkpoint import StreamedTarget
 from bridge.targets.hf.shards import index
-from bridge.targets.write import write_side_file
+from bridge.targets.manifest import write_side_file
 from bridge.workflows.doctor.checkpoint import INDEX, SINGLE, Checkpoint, is_checkpoint, open_checkpoint
 from bridge.workflows.doctor.examine import examine, lines
 from bridge.workflows.doctor.finding import Finding

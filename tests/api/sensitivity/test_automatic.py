@@ -70,7 +70,7 @@ def test_a_killed_conversion_goes_on_with_the_recipe_that_it_began_with(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("bridge.targets.write.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("bridge.targets.manifest.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             convert(out)
     assert not out.exists()

@@ -189,7 +189,7 @@ def test_a_hub_that_does_not_answer_is_told_before_work(hub: Hub, monkeypatch: p
 
 def test_a_creation_that_the_hub_refuses_comes_before_the_work(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.fails["repos/create"] = [403]
-    monkeypatch.setattr("bridge.targets.write.write", None)
+    monkeypatch.setattr("bridge.targets.manifest.write", None)
     with pytest.raises(WriteError, match="this user may not write there"):
         convert()
     assert hub.repos == {} and here() == []
@@ -208,7 +208,7 @@ def test_a_conversion_that_fails_leaves_an_empty_private_repository_and_says_so(
     def fails(*_: Any) -> None:
         raise WriteError("the disk is full")
 
-    monkeypatch.setattr("bridge.targets.write.write", fails)
+    monkeypatch.setattr("bridge.targets.manifest.write", fails)
     with (
         pytest.warns(UserWarning, match=f"{OUT} was made, private and empty"),
         pytest.raises(WriteError, match="the disk is full"),
@@ -223,7 +223,7 @@ def test_a_card_that_the_hub_refuses_is_told_before_the_work(hub: Hub, monkeypat
     for file in TINY.iterdir():
         (model / file.name).write_bytes(file.read_bytes())
     (model / "README.md").write_text("---\nbase_model: /home/me/llama\n---\n# Mine\n")
-    monkeypatch.setattr("bridge.targets.write.write", None)
+    monkeypatch.setattr("bridge.targets.manifest.write", None)
     with pytest.raises(WriteError, match=r'does not take the metadata of the source.s README.md .*"/home/me/llama'):
         bridge.convert(model, "hf", "int8_wo", OUT)
     assert hub.repos == {} and here() == ["model"]

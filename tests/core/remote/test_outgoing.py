@@ -70,7 +70,7 @@ def test_an_interrupt_before_anything_is_sent_tells_where_the_finished_output_is
     assert f"the finished one is kept in {made}. Run again" in terminal._stopped(caught.value)[0]
     assert (made / "model.safetensors").exists() and there(s3) == {NOTE}
     with monkeypatch.context() as patch:
-        patch.setattr("bridge.targets.write.write", None)  # nothing is made again
+        patch.setattr("bridge.targets.manifest.write", None)  # nothing is made again
         convert()
     assert "bridge.json" in there(s3) and not list(tmp_path.iterdir())
 
@@ -144,7 +144,7 @@ def test_an_interrupted_upload_is_not_loadable_and_goes_on_where_it_was(
     assert "model.safetensors" in there(s3) and not {"config.json", "bridge.json"} & there(s3)
     before = len(sent)
     made: list[str] = []
-    monkeypatch.setattr("bridge.targets.write.write", lambda *_: made.append("again"))
+    monkeypatch.setattr("bridge.targets.manifest.write", lambda *_: made.append("again"))
     report = convert()
     assert (
         sent[before:] == ["config.json", "bridge.json"] and not made
@@ -169,7 +169,7 @@ def test_a_conversion_that_fails_leaves_nothing(s3: S3Client, tmp_path: Path, mo
     def fails(*_: Any) -> None:
         raise WriteError("the disk is full")
 
-    monkeypatch.setattr("bridge.targets.write.write", fails)
+    monkeypatch.setattr("bridge.targets.manifest.write", fails)
     with pytest.raises(WriteError, match="the disk is full"):
         convert()
     assert not there(s3) and not list(tmp_path.iterdir())
