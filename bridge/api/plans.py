@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -90,8 +90,11 @@ def plan(
 
         source = plan_cut(source, keep, drop_layers).outline()
     structure = structure_of(source)
-    blocks = group, zero_points
-    scheme, made = _plan_of_words(source, structure, target, quant, kv, dict(options), runtime, candidates, blocks)
+
+    def planned(one: Scheme | None) -> Plan:
+        return plan_of(source, structure, target, one, dict(options), runtime)
+
+    scheme, made = _plan_of_words(source, structure, planned, quant, kv, candidates, (group, zero_points))
     if memory is None:
         return made
     limit = byte_count(memory, "memory=")
@@ -104,8 +107,8 @@ def plan(
 
 
 def _plan_of_words(
-    source: Source, structure: Structure, target: str, quant: Any, kv: str | None, options: dict[str, Any],
-    runtime: str | None, candidates: str | Sequence[str] | None, blocks: tuple[int | None, bool],
+    source: Source, structure: Structure, planned: Callable[[Scheme | None], Plan], quant: Any, kv: str | None,
+    candidates: str | Sequence[str] | None, blocks: tuple[int | None, bool],
 ) -> tuple[Scheme | None, Plan]:  # fmt: skip
     """The scheme and the plan of what a user named; of `int4:best` those of the rule that needs most."""
     from bridge.api.best.candidates import candidates_of, check_unused
@@ -113,11 +116,7 @@ def _plan_of_words(
     if layout_of(quant) is None:
         check_unused(candidates, quant)
         scheme = scheme_of(quant, kv, structure, source, blocks) or passthrough_of(quant, source)
-        return scheme, plan_of(source, structure, target, scheme, options, runtime)
-
-    def planned(one: Scheme) -> Plan:
-        return plan_of(source, structure, target, one, options, runtime)
-
+        return scheme, planned(scheme)
     found = candidates_of(quant, kv, structure, source, planned, candidates, blocks)
     from bridge.calibration.walk.budget import default_tokens
 
@@ -214,7 +213,7 @@ def _chosen_format(plan: Plan, options: Mapping[str, Any]) -> str:
     formats = [*SPELLINGS] if plan.target == "hf" and options.get("format") is None else []
     if not formats or plan.options["format"] == formats[0]:
         return ""
-    return f"format {plan.options['format']} (--format): {formats[0]} does not hold scheme {plan.scheme}"
+    return f"format {plan.options['format']} (--format): {formats[0]} does not hold the codes of scheme {plan.scheme}"
 
 
 def _dtype_for(contract: Contract, source: Source, options: Mapping[str, Any]) -> dict[str, str]:

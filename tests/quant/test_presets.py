@@ -139,7 +139,7 @@ def test_a_record_from_before_there_were_presets_is_verified_by_its_own_rounding
 
 
 @pytest.mark.parametrize(
-    ("scheme", "form"), [("fp8", "modelopt"), ("int4:rtn", "modelopt"), ("int4:gptq", "compressed-tensors")]
+    ("scheme", "form"), [("fp8", "modelopt"), ("int4:rtn", "compressed-tensors"), ("int4:gptq", "compressed-tensors")]
 )
 def test_hf_takes_the_first_format_that_holds_a_scheme(scheme: str, form: str) -> None:
     plan = bridge.plan(TINY, "hf", scheme)

@@ -19,12 +19,12 @@ from bridge.calibration.requirements import check_device_here, source_for
 from bridge.core.errors import CalibrationError, UsageError, warn
 from bridge.core.output.replace import check_free, recover
 from bridge.core.text import number
-from bridge.core.values import EITHER, Structure
+from bridge.core.values import Structure
 from bridge.core.version import install
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration, Provenance
-from bridge.quant.schemes.catalog import layout_of, read_rule, rules_of
+from bridge.quant.schemes.catalog import layout_of
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.source import Source
 
@@ -86,21 +86,12 @@ def candidates_to_calibrate(
         return None
     if shared is not None:
         raise UsageError(f"quant={quant!r} measures rules in one process; pass workers=1")
-    options: dict[str, Any] = {"format": "compressed-tensors"} if _packs(quant) else {}
-    planned = partial(_planned_for_hf, source, structure, options)
+    planned = partial(_planned_for_hf, source, structure)
     return candidates_of(quant, kv, structure, source, planned, only, blocks)
 
 
-def _packs(quant: str) -> bool:
-    """Whether scales of a layout may have either sign, which target hf writes in compressed-tensors."""
-    path = layout_of(quant)
-    assert path
-    schemes = [read_rule(path, rule) for rule in rules_of(path)]
-    return any(numeric.search == EITHER for scheme in schemes for numeric in scheme.weight)
-
-
-def _planned_for_hf(source: Source, structure: Structure, options: dict[str, Any], scheme: Scheme) -> Plan:
-    return plan_of(source, structure, "hf", scheme, options)
+def _planned_for_hf(source: Source, structure: Structure, scheme: Scheme) -> Plan:
+    return plan_of(source, structure, "hf", scheme, {})
 
 
 def calibrated(found: Candidates, job: CalibrationJob) -> Calibration:

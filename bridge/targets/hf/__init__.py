@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.errors import UsageError
 from bridge.core.output.names import GENERATION, STEM
 from bridge.core.text import byte_count, fold_problems, nearest
-from bridge.core.values import LLM_COMPRESSOR, Format, Numeric, Program, Site, Structure, TensorSpec, main_dtype
+from bridge.core.values import EITHER, LLM_COMPRESSOR, Format, Numeric, Program, Site, Structure, TensorSpec, main_dtype
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from bridge.planning.drafts import check_choice, without_promise
@@ -125,7 +125,7 @@ class Hf(StreamedTarget):
         self, options: HfOptions, structure: Structure, scheme: Scheme | None, specs: Mapping[str, TensorSpec]
     ) -> HfOptions:
         if options.format is None:
-            options = dataclasses.replace(options, format=_format_for(scheme))
+            options = dataclasses.replace(options, format=_format_for(scheme, structure))
         elif options.format not in SPELLINGS:
             raise UsageError(f"format {options.format!r} is unknown; {nearest(options.format, SPELLINGS)}")
         check_choice(options.drafts, scheme)
@@ -219,13 +219,18 @@ class Hf(StreamedTarget):
         return dataclasses.replace(written, notes=(*written.notes, *_deviations(plan)))
 
 
-def _format_for(scheme: Scheme | None) -> str:
-    """The first format that holds a scheme's formats and its KV cache; ModelOpt's, which says why, if none does."""
+def _format_for(scheme: Scheme | None, structure: Structure) -> str:
+    """The first format that holds a scheme's formats and its KV cache; ModelOpt's, which says why, if none does.
+
+    compressed-tensors comes first for scales of either sign, which ModelOpt's keeps positive, if it has the matrices.
+    """
     if scheme is None:
         return DEFAULT_FORMAT
     stored = getattr(scheme, "modules", {})  # of a quantized source
     wanted = {*stored.values()} or {*scheme.formats}
-    for name in SPELLINGS:
+    either = any(numeric.search == EITHER for format_ in wanted for numeric in format_.weight)
+    first = [COMPRESSED] if either and all(site.layout != "in_out" for site in structure.sites) else []
+    for name in [*first, *SPELLINGS]:
         lacks_cache = scheme.kv is not None and spelling(name).why_kv_unsupported(scheme.kv)
         if not lacks_cache and not any(_why_lacking(name, format_) for format_ in wanted):
             return name
