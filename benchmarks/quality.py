@@ -137,7 +137,7 @@ def measure(row: str, bench: Bench, asked: Asked) -> Quality:
 def figures(model: Any, bench: Bench, asked: Asked) -> Quality:
     """What the outputs of a model say, None: the source, and its answers to the task if that is asked for."""
     found = Quality(**bench.figures(model))
-    if not asked.task:
+    if not asked.task or isinstance(model, Path):  # lm_eval runs models in memory
         return found
     from benchmarks.evaluation.tasks import accuracy
 

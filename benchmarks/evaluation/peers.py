@@ -89,7 +89,8 @@ def auto_round(iterations: int, source: Path, out: Path, rows: list[list[int]]) 
         model, tokenizer=tokenizer, bits=4, group_size=group(model), sym=True, iters=iterations, batch_size=8,
         dataset=[torch.tensor([row]) for row in rows], nsamples=len(rows), seqlen=len(rows[0]), device_map="cpu",
     )  # fmt: skip
-    made.quantize_and_save(str(out), format="auto_gptq")
+    made.quantize()
+    made.save_quantized(str(out), format="auto_gptq")  # quantize_and_save makes a folder below
 
 
 def modelopt(name: str, source: Path, out: Path, rows: list[list[int]]) -> None:

@@ -3,6 +3,10 @@
 Each item is a sentence of the articles and news that calibrate nothing. Its beginning is given; the wrong ends are
 those of other sentences of the same document, of about its length. lm_eval (0.4.13) scores them as any multiple choice:
 by the likelihood of each end, divided by its characters. A seed draws them, so every model gets the same items.
+
+lm_eval is no development dependency: `pip install --no-deps --target DIR lm_eval==0.4.13` with accelerate, sacrebleu,
+portalocker, tabulate, colorama, rouge_score, nltk, absl-py, sqlitedict, more_itertools, word2number, zstandard,
+jsonlines, pytablewriter, evaluate and lxml, and DIR in PYTHONPATH.
 """
 
 from __future__ import annotations
