@@ -24,9 +24,9 @@ from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
 from bridge.quant.describe import input_bits, needs, nominal_bits, numeric, weights
 from bridge.quant.schemes.catalog import scheme_names
-from bridge.quant.schemes.costs import LANGUAGE, Cost, read_costs
 from bridge.quant.schemes.grammar import Gate
 from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.quality import DITHERED, TITLES, Quality, read_quality
 from bridge.quant.schemes.scheme import Rule, Scheme
 from bridge.reporting.columns import Columns
 from bridge.reporting.plan_table import plan_table
@@ -37,7 +37,7 @@ from bridge.tables.dialects.listing import composite_lines, find_composite, find
 from bridge.targets import load_target, target_names
 from bridge.targets.manifest import manifest_data
 
-MODEL = LANGUAGE[0]  # whose KL divergence a list of schemes has
+MODEL = DITHERED  # whose KL divergence a list of schemes has
 SUMMARY = 68  # characters of a summary, so that a row has at most 120
 WEIGHTS_ONLY = ", activations unquantized"  # which the column of inputs says
 Description = tuple[Any, list[RenderableType]]  # plain data for --json, and what is printed without it
@@ -65,17 +65,18 @@ def describe(what: str, every: bool = False, dialect: str | None = None) -> Desc
 
 
 def _schemes() -> Description:
-    schemes, costs = [load_scheme(name) for name in scheme_names()], read_costs()
+    schemes, measured = [load_scheme(name) for name in scheme_names()], read_quality()
     rows = []
     for scheme in schemes:
-        cost = costs.get(scheme.name, {}).get(MODEL, Cost())
-        bits, divergence = cost.bits or nominal_bits(scheme), "-" if cost.kl is None else f"{cost.kl:.4f}"
+        quality = measured.get(scheme.name, {}).get(MODEL, Quality())
+        bits, divergence = quality.bits or nominal_bits(scheme), "-" if quality.kl is None else f"{quality.kl:.4f}"
         data = ("CUDA" if scheme.needs_cuda else "yes") if scheme.needs_calibration else "no"
         summary = textwrap.shorten(scheme.summary.removesuffix(WEIGHTS_ONLY), SUMMARY, placeholder=" ...")
         rows.append((scheme.name, f"{bits:.2f}", f"{input_bits(scheme):g}", divergence, data, summary))
     note = (
         f"bits: of the file, a weight (16 of one that is left out). inputs: bits of activations. KL: nats a token on "
-        f"{MODEL}.\ndata: whether it is calibrated. More of one scheme: `qbridge show fp8`."
+        f"{TITLES[MODEL]}\n(the quality page of the documentation says how); -: not measured. data: whether it is "
+        "calibrated. More of one scheme: `qbridge show fp8`."
     )
     columns = ("scheme", "bits", "inputs", "KL", "data", "what it is")
     return [_scheme_data(scheme) for scheme in schemes], [Columns(columns, rows, (1, 2, 3), wrap=False), "", note]
@@ -187,7 +188,7 @@ def _scheme(what: str) -> Description:
         ("KV cache", numeric(scheme.kv)),
         ("algorithm", " ".join([scheme.algorithm, *(f"{k}={v:g}" for k, v in scheme.options)])),
         ("calibration", needs(scheme)),
-        *(("cost", _cost(model, cost)) for model, cost in read_costs().get(scheme.name, {}).items() if not cost.why),
+        *(("quality", _quality(*row)) for row in read_quality().get(scheme.name, {}).items() if not row[1].why),
         ("gate, weights", _gate(scheme.parity.tensor)),
         ("gate, outputs", _gate(scheme.parity.output)),
     ]
@@ -209,11 +210,12 @@ def _matches(rule: Rule) -> str:
     return "; ".join(f"{key} {', '.join(values)}" for key, values in selected.items() if values) or "everywhere"
 
 
-def _cost(model: str, cost: Cost) -> str:
+def _quality(model: str, found: Quality) -> str:
     """Its figures on one model in words."""
-    if cost.kl is None:
-        return f"{model}: {cost.bits:.2f} bits a weight, cosine of embeddings {cost.cosine:.4f}"
-    return f"{model}: {cost.bits:.2f} bits a weight, KL {cost.kl:.4f}, perplexity {cost.perplexity:.2f}"
+    head = f"{TITLES.get(model, model)}: {found.bits:.2f} bits a weight"
+    if found.kl is None:
+        return f"{head}, cosine of embeddings {found.cosine:.4f}"
+    return f"{head}, KL {found.kl:.4f}, perplexity {found.perplexity:.2f}"
 
 
 def _gate(gate: Gate) -> str:

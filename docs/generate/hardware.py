@@ -11,17 +11,22 @@ from bridge.quant.describe import contract_words
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from docs.generate.matrix import table
+from docs.generate.quality import kl_words
 
 SERVERS = ("vllm", "sglang", "trtllm")
 BUILDER = "tensorrt-rtx"
 
 
 def gpus() -> str:
-    """A row an architecture: some GPUs, formats of products, schemes with codes on both sides, and weights alone."""
+    """A row an architecture: formats of products, schemes with codes on both sides or weights alone, and their KL."""
     rows = []
     for architecture, row in read_table(mappings() / "runtimes" / f"{BUILDER}.toml").section("multiplies").items():
         both = "; ".join(_multiplied(row["formats"].split(", "), architecture))
-        alone = ", ".join(f"`{name}`" for words, name in _schemes() if _computes(words, architecture) == "weight-only")
+        alone = ", ".join(
+            f"`{name}` ({kl_words(name)})"
+            for words, name in _schemes()
+            if _computes(words, architecture) == "weight-only"
+        )
         rows.append([row["shown"], architecture.upper(), row["formats"], both, alone or "no engine: see `trtexec.txt`"])
     heads = ["GPUs", "architecture", "multiplies in", "codes on both sides: loaded by", f"weights alone in {_title()}"]
     return table(heads, rows)
@@ -51,7 +56,7 @@ def _multiplied(formats: list[str], architecture: str) -> Iterator[str]:
         programs = [load_runtime(server).program for server in SERVERS if _loads(load_runtime(server), name)]
         programs += [_title()] if _computes(words, architecture) == "gemm" else []
         if inputs in formats and weights in (*formats, "int4") and programs:
-            yield f"`{name}`: {', '.join(programs)}"
+            yield f"`{name}` ({kl_words(name)}): {', '.join(programs)}"
 
 
 def _format(words: str) -> str:

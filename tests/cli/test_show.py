@@ -19,7 +19,7 @@ from bridge.core.text import fold, size
 from bridge.core.values import Slice, TensorSpec
 from bridge.planning.plan import Output, Plan, Step
 from bridge.quant.schemes.catalog import scheme_names
-from bridge.quant.schemes.costs import read_costs
+from bridge.quant.schemes.quality import DITHERED, read_quality
 from bridge.reporting.plan_table import plan_table
 from bridge.reporting.report import Advice, Coverage, Outliers, Report, Storage, report_from_dict, report_table
 from bridge.verification.parity import Count, OutputParity, Parity, ScaleRange, TensorParity
@@ -238,9 +238,9 @@ def test_each_scheme_is_one_line_of_120_columns_with_what_it_costs() -> None:
     assert head.split() == ["scheme", "bits", "inputs", "KL", "data", "what", "it", "is"]
     assert [line.split()[0] for line in lines] == scheme_names() == [entry["name"] for entry in data]
     assert all(len(line) <= 120 for line in lines)
-    kl = f"{read_costs()['int4_mse']['tiny-llama'].kl:.4f}"
-    said = next(line for line in lines if line.split()[0] == "int4_mse")
-    assert said.split()[1:5] == ["4.25", "16", kl, "no"] and "unquantized" not in said
+    kl = f"{read_quality()['int4_wo'][DITHERED].kl:.4f}"
+    said = next(line for line in lines if line.split()[0] == "int4_wo")
+    assert said.split()[1:5] == ["4.50", "16", kl, "no"] and "unquantized" not in said
     assert [line.split()[3] for line in lines if line.split()[0] == "nvfp4_experts_only"] == ["-"]
 
 

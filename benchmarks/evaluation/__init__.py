@@ -1,0 +1,1 @@
+"""What `benchmarks/quality.py` measures with: text, models, peers, readers of written files, figures."""

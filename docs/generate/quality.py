@@ -1,0 +1,219 @@
+"""Quality of schemes and of other programs, and the best for a purpose, from `mappings/quality.toml`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import BridgeError
+from bridge.planning.contract_files import runtimes
+from bridge.quant.describe import input_bits, nominal_bits
+from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.quality import (
+    DITHERED,
+    EMBEDDING,
+    GIVEN,
+    KINDS,
+    PLAIN,
+    Quality,
+    read_quality,
+)  # fmt: skip
+from bridge.quant.schemes.scheme import Scheme
+from docs.generate.matrix import address, table
+
+NOT = "not measured"
+BESIDE = "schemes/"  # links of the page that stands beside the schemes' own
+SMALL = ("tiny-llama", "tiny-gpt2")
+(ENCODER,) = EMBEDDING
+# What a user wants, the scheme, and the reason; the figures beside them are measured.
+PICKS = (
+    ("a loss that hardly shows, no data", "int8_wo", "weights only: half of the memory, arithmetic as before"),
+    ("faster arithmetic with 8 bits, no data", "fp8_pc_pt", "scales of activations are computed at run time"),
+    ("the same in every program with FP8", "fp8", "static scales; 32 sequences of any text are enough"),
+    ("the same without FP8 hardware", "int8", "static scales after SmoothQuant, 128 sequences of text"),
+    ("4-bit weights, no data", "nvfp4_wo_mse", "blocks of 16 under searched scales"),
+    ("4-bit integer weights, no data", "int4:rtn", "the largest weight of a block takes code -8"),
+    ("4-bit integer weights, calibrated", "int4:gptq", "codes chosen column by column, scales of either sign"),
+    ("4-bit weights and activations", "nvfp4_mse", "the arithmetic of nvfp4, less loss of the weights"),
+    ("the same without data", "nvfp4_input_scale1", "no calibration; a model of any size streams"),
+    ("the same where it hurts least", "nvfp4_mlp_only", "attention stays unquantized"),
+    ("llama.cpp, 4 bits", "q4_0_imatrix", "`q4_0` takes no data; K-quants need rows of 256 values, not measured here"),
+    ("llama.cpp, 8 bits", "q8_0", "no data"),
+)
+
+
+def schemes() -> str:
+    """A row for each scheme on the real model: those with few bits first, the best of them first."""
+    found = {**{name: {} for name in scheme_names()}, **read_quality()}
+    rows = [_row(name, found[name], _data(name)) for name in sorted(found, key=lambda name: _order(found[name], name))]
+    return table(_heads("scheme", "data"), rows)
+
+
+def peers() -> str:
+    """A row for each other program, in the same order."""
+    found = read_quality(KINDS[1])
+    rows = [_row(name, found[name], "") for name in sorted(found, key=lambda name: _order(found[name], None))]
+    return table([head for head in _heads("program", "") if head], [[*row[:2], *row[3:]] for row in rows])
+
+
+def small() -> str:
+    """A row for each scheme on the example models and the encoder; reasons stand below the table."""
+    notes: dict[str, int] = {}
+    first, second = SMALL
+    rows = []
+    for name in sorted(scheme_names(), key=lambda name: (int(_bits(name)), _value(name, first, "kl"))):
+        found = read_quality().get(name, {})
+        cells = [
+            _cell(found.get(model), figure, form, notes)
+            for model, figure, form in (
+                (first, "kl", ".4f"), (first, "perplexity", ".2f"), (second, "kl", ".4f"),
+                (second, "perplexity", ".2f"), (ENCODER, "cosine", ".4f"), (ENCODER, "error", ".3f"),
+            )
+        ]  # fmt: skip
+        rows.append([_link(name), f"{_bits(name):.2f}", str(input_bits(load_scheme(name))), _data(name), *cells])
+    plain = read_quality()[PLAIN]
+    ends = [f"{plain[model].perplexity:.2f}" for model in SMALL]
+    rows.append(["unquantized", "16", "16", "no", "0", ends[0], "0", ends[1], "1", "0"])
+    columns = ["scheme", "bits", "of inputs", "data", f"{first}: KL", "perplexity", f"{second}: KL", "perplexity"]
+    whys = " ".join(f"[{mark}] {why[0].upper()}{why[1:]}." for why, mark in notes.items())
+    return f"{table([*columns, f'{ENCODER}: cosine', 'error'], rows)}\n\n{whys}"
+
+
+def tasks() -> str:
+    """A row for each measured accuracy on the task: by KL, with both ranks."""
+    found = {
+        (name, model): quality
+        for kind in KINDS
+        for name, rows in read_quality(kind).items()
+        for model, quality in rows.items()
+        if quality.accuracy is not None and quality.kl is not None
+    }
+    by_kl = sorted(found, key=lambda key: found[key].kl or 0)
+    by_task = sorted(found, key=lambda key: -(found[key].accuracy or 0))
+    rows = [
+        [f"`{name}`", model, f"{found[name, model].kl:.4f}", f"{found[name, model].accuracy:.3f}",
+         str(by_kl.index((name, model)) + 1), str(by_task.index((name, model)) + 1)]
+        for name, model in by_kl
+    ]  # fmt: skip
+    return table(["row", "model", "KL", "accuracy", "rank by KL", "rank by accuracy"], rows) if rows else f"{NOT}."
+
+
+def reports() -> str:
+    """A row for each conversion whose report foretold the loss, beside what was measured."""
+    rows = []
+    for name, found in read_quality().items():
+        for model, quality in found.items():
+            plain = read_quality()[PLAIN].get(model, Quality()).perplexity
+            if quality.reported is not None and quality.perplexity and plain:
+                rise = math.log(quality.perplexity / plain)
+                rows.append([_link(name), model, f"{quality.reported:.4f}", f"{rise:.4f}", _cell(quality, "kl", ".4f")])
+    heads = ["scheme", "model", "rise by the report", "rise measured", "KL measured"]
+    return table(heads, rows) if rows else f"{NOT}."
+
+
+def picks() -> str:
+    """A row for each purpose: the scheme, what it costs, and why."""
+    rows = [
+        [purpose, _link(name, BESIDE), f"{_bits(name):.2f}", kl_words(name), reason] for purpose, name, reason in PICKS
+    ]
+    return table(["wanted", "scheme", "bits", "KL", "why {: .wide }"], rows)
+
+
+def best() -> str:
+    """A row for each program: of the schemes that it loads, those with the least KL divergence."""
+    classes: dict[str, Callable[[Scheme], bool]] = {
+        "8-bit weights": lambda s: _code_bits(s) == 8 and s.input is None,
+        "8-bit weights and inputs": lambda s: _code_bits(s) == 8 and s.input is not None,
+        "4-bit weights, no data": lambda s: _code_bits(s) == 4 and s.input is None and not s.needs_calibration,
+        "4-bit weights, calibrated": lambda s: _code_bits(s) == 4 and s.input is None and s.needs_calibration,
+        "4-bit weights, 4- or 8-bit inputs": lambda s: _code_bits(s) == 4 and s.input is not None,
+    }
+    whole = [scheme for scheme in map(load_scheme, scheme_names()) if not scheme.only]
+    rows = []
+    for runtime in runtimes():
+        loaded = [s for s in whole if any(not contract.lacks(s.formats) for contract in runtime.contracts)]
+        rows.append([f"`{runtime.name}`", *(_least([s.name for s in loaded if fits(s)]) for fits in classes.values())])
+    return table(["program", *classes], rows)
+
+
+def kl_words(name: str) -> str:
+    """The KL divergence of a scheme on the dithered real model, else on the given one, in words."""
+    found = read_quality().get(name, {})
+    dithered, given = (found.get(model, Quality()).kl for model in (DITHERED, GIVEN))
+    if dithered is not None:
+        return f"{dithered:.4f}"
+    return NOT if given is None else f"{given:.4f} given"
+
+
+def _heads(first: str, data: str) -> list[str]:
+    return [
+        first, "bits", data, "given: KL", "&#177;", "perplexity", "top-1", "dithered: KL", "&#177;", "MB", "CPU s",
+        "peak MB",
+    ]  # fmt: skip
+
+
+def _row(name: str, found: dict[str, Quality], data: str) -> list[str]:
+    given, dithered = (found.get(model) for model in (GIVEN, DITHERED))
+    one = given or dithered or Quality()
+    shown = name if name == PLAIN else _link(name) if name in scheme_names() else f"`{name}`"
+    bits = _cell(one, "bits", ".2f") or (f"{nominal_bits(load_scheme(name)):.2f}" if name in scheme_names() else "")
+    figures = [_cell(given, "kl", ".4f"), _cell(given, "kl_error", ".4f")]
+    figures += [_cell(given, "perplexity", ".2f"), _cell(given, "agreement", ".3f")]
+    figures += [_cell(dithered, "kl", ".4f"), _cell(dithered, "kl_error", ".4f")]
+    ends = [_cell(one, "megabytes", ".0f"), _cell(one, "seconds", ".0f"), _cell(one, "memory", ".0f")]
+    return [shown, bits, data, *figures, *ends]
+
+
+def _cell(quality: Quality | None, figure: str, form: str, notes: dict[str, int] | None = None) -> str:
+    """A figure; "not measured" or the reason in place of the first of a model."""
+    if quality is None:
+        return NOT if figure in ("kl", "cosine") else ""
+    if quality.why:
+        return f"[{notes.setdefault(quality.why, len(notes) + 1)}]" if notes is not None else quality.why
+    value = getattr(quality, figure)
+    return "" if value is None else format(value, form)
+
+
+def _least(names: list[str]) -> str:
+    found = [(_value(name, DITHERED, "kl"), name) for name in names]
+    kl, name = min(found, default=(float("inf"), ""))
+    return f"{_link(name, BESIDE)} {kl:.4f}" if kl < float("inf") else ""
+
+
+def _value(name: str, model: str, figure: str) -> float:
+    """A figure of a row; infinite if it was not measured, so that it comes last."""
+    value = getattr(read_quality().get(name, {}).get(model, Quality()), figure)
+    return float("inf") if value is None else float(value)
+
+
+def _order(found: dict[str, Quality], scheme: str | None) -> tuple[float, float, float]:
+    kls = [found.get(model, Quality()).kl for model in (DITHERED, GIVEN)]
+    bits = next(_all_bits(found), 16.0 if scheme in (PLAIN, None) else _bits(str(scheme)))
+    return (16 if scheme == PLAIN else int(bits), *(float("inf") if kl is None else kl for kl in kls))  # type: ignore[return-value]
+
+
+def _data(name: str) -> str:
+    if name == PLAIN:
+        return "no"
+    try:
+        return "yes" if load_scheme(name.split()[0]).needs_calibration else "no"
+    except BridgeError:  # a scheme that is no longer there
+        return ""
+
+
+def _link(name: str, base: str = "") -> str:
+    return f"[`{name}`]({address(name).removeprefix(base)})"
+
+
+def _code_bits(scheme: Scheme) -> int:
+    return DTYPES[scheme.weight[0].dtype].bits
+
+
+def _bits(name: str) -> float:
+    return next(_all_bits(read_quality().get(name, {})), nominal_bits(load_scheme(name.split()[0])))
+
+
+def _all_bits(found: dict[str, Quality]) -> Iterator[float]:
+    return (quality.bits for quality in found.values() if quality.bits)

@@ -1,0 +1,103 @@
+"""The table of quality: its rows are known, unmeasured ones say so, and pages take their figures from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bridge.core.errors import TableError
+from bridge.planning.contract_files import runtimes
+from bridge.quant.describe import nominal_bits
+from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.quality import DITHERED, EMBEDDING, GIVEN, KINDS, LANGUAGE, PLAIN, Quality, read_quality
+from docs.generate import quality
+
+ROWS = {
+    (kind, name, model): row for kind in KINDS for name, of in read_quality(kind).items() for model, row in of.items()
+}
+
+
+def test_every_row_is_a_scheme_with_options_of_convert_or_a_peer() -> None:
+    from benchmarks.evaluation.peers import PEERS
+
+    assert {name.split()[0] for name in read_quality()} - {PLAIN} <= set(scheme_names())
+    assert set(read_quality(KINDS[1])) <= set(PEERS)
+
+
+@pytest.mark.parametrize(("kind", "name", "model"), ROWS)
+def test_a_row_has_all_figures_of_its_model_or_the_reason_why_not(kind: str, name: str, model: str) -> None:
+    row = ROWS[kind, name, model]
+    figures = [row.kl, row.perplexity] if model in LANGUAGE else [row.cosine, row.error]
+    others = [row.cosine, row.error] if model in LANGUAGE else [row.kl, row.perplexity]
+    assert all(figure is None for figure in figures) if row.why else None not in figures
+    assert all(figure is None for figure in others)
+    assert model in (*LANGUAGE, *EMBEDDING)
+
+
+def test_measured_bits_are_the_nominal_ones_and_those_of_scales_above_blocks() -> None:
+    for (kind, name, model), row in ROWS.items():
+        if kind == KINDS[0] and name in scheme_names() and row.bits and not load_scheme(name).only:
+            nominal = 4.5 if name == "q4_0" else 8.5 if name == "q8_0" else nominal_bits(load_scheme(name))
+            # a float32 scale for a channel of 128 values takes 0.25 bits, and so does its pre-scale
+            assert -0.01 <= row.bits - nominal < 0.51, (name, model)
+
+
+def test_a_figure_model_or_kind_that_is_unknown_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "quality.toml"
+    for text, said in (
+        ('[scheme."int4:rtn"]\ntiny-lama = { kl = 1.0 }', r"quality.toml:2: tiny-lama is not a model that is measured"),
+        ("[scheme.fp8]\ntiny-llama = { kll = 1.0 }", r"\[scheme.fp8\] tiny-llama: .*'kll'"),
+        ("[fp8]\ntiny-llama = { kl = 1.0 }", "unknown key `fp8`"),
+    ):
+        path.write_text(text)
+        with pytest.raises(TableError, match=said):
+            read_quality(path=path)
+
+
+def test_the_page_has_every_scheme_and_says_which_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"fp8": {DITHERED: Quality(bits=8.0, kl=0.03125, kl_error=0.001, perplexity=21.0, agreement=0.9)}}
+    monkeypatch.setattr(quality, "read_quality", lambda kind=KINDS[0]: rows if kind == KINDS[0] else {})
+    lines = {line.split("`")[1]: line for line in quality.schemes().splitlines() if "`" in line}
+    assert set(lines) == set(scheme_names())
+    assert "| 0.0312 | 0.0010 |" in lines["fp8"] and lines["fp8"].count(quality.NOT) == 1  # given
+    assert lines["int4_wo"].count(quality.NOT) == 2
+    rows["int8_wo"] = {GIVEN: Quality(kl=0.5)}
+    assert quality.kl_words("int8_wo") == "0.5000 given"
+    assert quality.kl_words("fp8") == "0.0312" and quality.kl_words("int4_wo") == quality.NOT
+    assert quality.tasks() == "not measured."
+
+
+def test_tasks_rank_rows_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {
+        name: {DITHERED: Quality(kl=kl, accuracy=accuracy)} for name, kl, accuracy in (("a", 0.1, 0.5), ("b", 0.2, 0.6))
+    }
+    monkeypatch.setattr(quality, "read_quality", lambda kind=KINDS[0]: rows if kind == KINDS[0] else {})
+    assert [line.split("|")[5:7] for line in quality.tasks().splitlines()[2:]] == [[" 1 ", " 2 "], [" 2 ", " 1 "]]
+
+
+def test_reports_are_held_against_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {
+        PLAIN: {DITHERED: Quality(kl=0.0, perplexity=20.0)},
+        "fp8": {DITHERED: Quality(kl=0.25, perplexity=22.0, reported=0.125)},
+    }
+    monkeypatch.setattr(quality, "read_quality", lambda kind=KINDS[0]: rows if kind == KINDS[0] else {})
+    assert "| 0.1250 | 0.0953 | 0.2500 |" in quality.reports()
+
+
+def test_what_is_picked_is_a_scheme_and_says_its_figures() -> None:
+    assert {name for _, name, _ in quality.PICKS} <= set(scheme_names())
+    assert f"| {quality.kl_words('int8_wo')} |" in quality.picks()
+
+
+@pytest.mark.slow
+def test_the_best_of_a_program_is_loaded_by_it_and_has_the_least_divergence() -> None:
+    by_name = {f"`{runtime.name}`": runtime for runtime in runtimes()}
+    for line in quality.best().splitlines()[2:]:
+        program, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for cell in filter(None, cells):
+            name = cell.partition("`")[2].partition("`")[0]
+            assert any(not of.lacks(load_scheme(name).formats) for of in by_name[program].contracts)
+            assert cell.endswith(f" {quality.kl_words(name)}")
+    assert "[`nvfp4_wo_mse`](nvfp4_wo_mse.md)" in next(line for line in quality.best().splitlines() if "`vllm`" in line)
