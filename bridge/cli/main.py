@@ -18,7 +18,7 @@ VERBS = {
     "plan": "Print what `convert` would write, from headers alone.",
     "calibrate": "Run a model once and save its statistics.",
     "verify": "Compare a written model with its source and run it.",
-    "run": "Continue a text with a written model, or run a chain.",
+    "run": "Continue a text with a model, talk with it, or run a chain.",
     "engine": "Build TensorRT engines of a written model, without a GPU.",
     "check": "Check tables and schemes, or the files in PATH.",
     "repair": "Mend a checkpoint that another program wrote.",

@@ -247,7 +247,7 @@ def _is_chain(words: Words) -> bool:
     silent=lambda words: _is_chain(words) and shared(words),
 )
 def run(terminal: Terminal, out: str, text: str | None, overwrite: bool, resume: bool, **given: Any) -> None:
-    """Continue a text with a written model or a checkpoint, talk with it, or run a chain.
+    """Continue a text with a model, talk with it, or run a chain.
 
     The last line has the tokens per second, and with what the model ran.
     """

@@ -142,7 +142,7 @@ def test_every_argument_of_convert_has_a_flag(monkeypatch: pytest.MonkeyPatch) -
     assert callable(given.pop("progress"))
     assert given == {
         "data": "d", "samples": 8, "sequence": 64, "field": "g", "runtime": "vllm", "compute": "fp32", "base": "b",
-        "adapter": "keep", "group": 64, "zero_points": True,
+        "adapter": "keep", "group": 64, "zero_points": True, "candidates": None,
         "calib": "c", "kv": "fp8", "device": "cpu", "config": "f.json", "tokenizer": "t", "verify": False,
         "overwrite": True, "resume": False, "memory": 3 << 29, "opset": 23,
     }  # fmt: skip

@@ -85,7 +85,7 @@ def test_calibration_on_the_embedded_text_is_told_where_it_is_made(
     monkeypatch.setattr(conversion, "calibrate", lambda *_: made)
     asked = conversion.Request(str(MODEL), "hf", "fp8", tmp_path / "out")
     resolved = conversion.resolve(asked.source(), asked)
-    decisions = conversion._decide(resolved, "", False, conversion.Clock())
+    decisions = conversion._decide(resolved, "", False, conversion.Clock(), False)
     words = r"Python's documentation.*data= \(--data FILE\)"
     with nullcontext() if left else pytest.warns(BridgeWarning, match=words), warnings.catch_warnings():
         warnings.simplefilter("error" if left else "always")
@@ -215,27 +215,24 @@ def test_words_without_a_scheme_get_a_hint_that_names_schemes(word: str) -> None
 
 
 NVFP4 = [
-    "nvfp4",
-    "nvfp4_awq",
-    "nvfp4_experts_only",
-    "nvfp4_four_over_six",
-    "nvfp4_gptq",
-    "nvfp4_input_scale1",
-    "nvfp4_local_hessian",
-    "nvfp4_mlp_only",
-    "nvfp4_mse",
-    "nvfp4_wo",
-    "nvfp4_wo_mse",
-]
+    "nvfp4", "nvfp4:gptq", "nvfp4:imatrix", "nvfp4:mse", "nvfp4_awq", "nvfp4_experts_only", "nvfp4_four_over_six",
+    "nvfp4_gptq", "nvfp4_input_scale1", "nvfp4_local_hessian", "nvfp4_mlp_only", "nvfp4_mse", "nvfp4_wo",
+    "nvfp4_wo:gptq", "nvfp4_wo:imatrix", "nvfp4_wo:mse", "nvfp4_wo_mse",
+]  # fmt: skip
+BEST = ["nvfp4:best", "nvfp4_wo:best"]
+MX = ["mxfp4", "mxfp4_wo", "mxfp4_wo:gptq", "mxfp4_wo:imatrix", "mxfp4_wo:rtn", "mxfp8", "mxfp8_wo"]
 
 
 @pytest.mark.parametrize(
     ("asked", "names"),
     [
         ("convert --target t", ["torchtitan", "tripy", "trt", "trtllm", "transformers", "tensorrt", "tensorrt-rtx"]),
-        ("plan --quant nv", NVFP4),
-        ("calibrate --quant nv", NVFP4),
-        ("sensitivity --quant mx", ["mxfp4", "mxfp4_wo", "mxfp8"]),
+        ("plan --quant nv", NVFP4 + BEST),
+        ("calibrate --quant nv", NVFP4 + BEST),
+        (
+            "sensitivity --quant mx",
+            MX,
+        ),
         ("sensitivity --fallback fp8_", ["fp8_block", "fp8_block_dynamic", "fp8_pc_pt"]),
         ("convert --kv ", ["fp8", "fp8_cast", "int8", "nvfp4", "nvfp4_cast"]),
     ],
@@ -279,7 +276,7 @@ def test_the_help_of_plan_offers_no_mix_that_plan_refuses() -> None:
 def test_help_has_sections_and_one_line_for_the_dtype_of_each_target() -> None:
     said = run("convert", "--help", COLUMNS="80").stdout
     assert re.findall(r"^(\w[\w ]*):$", said, re.MULTILINE) == ["Model", "Output", "Quantization", "Run and print"]
-    assert said.count("--dtype <str>") == 7
+    assert said.count("--dtype <str>") == 8
     for at in re.finditer(r"--dtype <str> +(.*)\n(.*)", said):
         assert at[1].endswith(("source's", "own", "fp16")) and not at[2].startswith("        "), at[0]
 

@@ -18,6 +18,7 @@ from bridge.core.mappings import mappings, parse_table
 from bridge.planning.contract_files import load_runtime, parse_runtime, runtime_names, runtimes
 from bridge.planning.contracts import HALF, Evidence, Verdict, misfits, verdict
 from bridge.quant.describe import contract_words
+from bridge.quant.schemes.group_size import with_zero_points
 from bridge.quant.schemes.load import load_scheme
 from bridge.reporting.loading import loading_line, loadings
 from bridge.targets import program_of
@@ -285,14 +286,15 @@ def every_evidence() -> Iterator[Evidence]:
 def test_a_row_that_a_run_shows_has_a_cell_that_runs_it(program: str) -> None:
     cells = importlib.import_module(f"tests.targets.hf.test_{program.partition('-')[0]}")
     known = [*cells.SERVED, *(cells.DEEPSEEK if program == "sglang" else [])]
-    served = {(cell.format, words(cell.scheme)) for cell in known}
+    served = {(cell.format, words(cell)) for cell in known}
     for contract in load_runtime(program).contracts:
         rows = {(contract.options["format"], key) for key, row in contract.loads.items() if row.evidence.how == "run"}
         assert rows <= served and rows
 
 
-def words(scheme: str) -> str:
-    return contract_words(load_scheme(scheme).format)
+def words(cell: Any) -> str:
+    points = bool(dict(getattr(cell, "options", ())).get("zero_points"))
+    return contract_words(with_zero_points(load_scheme(cell.scheme), points).format)
 
 
 def test_every_contract_names_tests_that_exist() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -122,5 +123,5 @@ def test_products_of_codes_are_built_from_the_first_gpu_that_multiplies_them() -
             assert row.since == first, words
     page = make("gpus")
     ada, hopper, newest = (next(line for line in page.splitlines() if sm in line) for sm in ("SM89", "SM90", "SM120"))
-    assert "H100" in hopper and "`nvfp4`: vLLM, SGLang, TensorRT-LLM, TensorRT for RTX" in newest
+    assert "H100" in hopper and re.search(r"`nvfp4` \([^)]*\): vLLM, SGLang, TensorRT-LLM, TensorRT for RTX", newest)
     assert "`nvfp4`" not in ada and "`w4a8_nvfp4_fp8`" not in ada and "`w4a8_awq`" in ada

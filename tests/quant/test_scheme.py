@@ -146,7 +146,7 @@ def test_unknown_names_tell_the_nearest() -> None:
 def test_digest_follows_what_is_calibrated_and_nothing_else() -> None:
     scheme = load_scheme("fp8")
     assert replace(scheme, name="x", summary="y", parity=load_scheme("nvfp4").parity).digest == scheme.digest
-    same = {"nvfp4:mse", "nvfp4_wo:mse"}  # as nvfp4_mse and nvfp4_wo_mse
+    same = {"nvfp4:mse", "nvfp4_wo:mse", "mxfp4_wo:rtn"}  # as nvfp4_mse, nvfp4_wo_mse and mxfp4_wo
     assert len({load_scheme(name).digest for name in ALL}) == len(ALL) - len(same)
     assert load_scheme("fp8", kv="fp8").digest != scheme.digest
     assert replace(load_scheme("int8"), options=(("alpha", 0.5),)).digest != load_scheme("int8").digest

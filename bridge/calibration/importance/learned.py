@@ -1,4 +1,6 @@
-"""Learn INT4 codes and scales layer by layer by SignRound, from the codes of GPTQ.
+"""Learn INT4 codes and scales layer by layer by SignRound.
+
+It begins at the codes of GPTQ.
 
 A layer is given what the quantized layers before it put out, and learns to put out what the unquantized one has there.
 """

@@ -1,4 +1,6 @@
-"""Learn rounding offsets and scales of a block's matrices by signed gradients: SignRound (arXiv 2309.05516).
+"""Learn rounding offsets and scales of a block's matrices by signed gradients.
+
+SignRound (arXiv 2309.05516).
 
 A matrix has an offset for each value, which moves it before it is rounded, and a factor for each scale. A step runs the
 block with the quantized matrices, and moves offsets and factors against the signs of the gradients of the squared error

@@ -1,4 +1,7 @@
-"""The type of each tensor in llama.cpp's file types: what llama-quantize chooses (llama-quant.cpp)."""
+"""The type of each tensor in llama.cpp's file types.
+
+What llama-quantize chooses (llama-quant.cpp).
+"""
 
 from __future__ import annotations
 

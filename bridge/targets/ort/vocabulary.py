@@ -1,4 +1,4 @@
-"""Quantize the embedding, and the head that is the embedding or stands beside it.
+"""Quantize the embedding, and the head, tied or not.
 
 ONNX Runtime looks rows up in codes by GatherBlockQuantized. A tied head multiplies by the same codes in MatMulNBits;
 a head of its own is quantized like every other matrix.

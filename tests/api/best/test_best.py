@@ -36,7 +36,7 @@ def test_a_layouts_name_alone_asks_for_its_best_rule_where_no_scheme_has_it() ->
 def test_a_plan_names_the_rules_what_they_cost_and_those_that_are_impossible() -> None:
     made = bridge.plan(LLAMA, "hf", "int4", format="compressed-tensors")
     (note,) = [note for note in made.notes if note.startswith("int4:best measures")]
-    assert "int4:gptq, int4:imatrix, int4:rtn on 512 held-out tokens" in note and "PFLOP, about" in note
+    assert "int4:gptq, int4:imatrix, int4:rtn on 2,048 held-out tokens" in note and "PFLOP, about" in note
     assert made.scheme == "int4:best" and made.calibration
     assert {step.format for step in made.quantized} == {load_scheme("int4:gptq").format}
     positive = bridge.plan(LLAMA, "hf", "int4:best", format="modelopt")
