@@ -58,7 +58,8 @@ def test_most_pages_that_are_written_by_hand_have_an_example_that_runs() -> None
     without = set(TEXTS) - set(RUNNING)
     assert without <= {
         "sources/index.md", "targets/index.md", "support.md", "performance.md", "glossary.md", "compare.md",
-        "quality.md", "reference/command-line.md", "reference/errors.md", "reference/code-map.md", "reference/versions.md",
+        "quality.md",
+        "reference/command-line.md", "reference/errors.md", "reference/code-map.md", "reference/versions.md",
     }  # fmt: skip
     assert len(RUNNING) >= 29
 
