@@ -11,7 +11,7 @@ from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
 from bridge.core.errors import PlanError, SchemeError, SourceError, UsageError
 from bridge.core.machine import without_collection
 from bridge.core.text import byte_count, number
-from bridge.core.values import Structure, main_dtype
+from bridge.core.values import EITHER, Structure, main_dtype
 from bridge.planning.contract_files import load_runtime, runtimes
 from bridge.planning.contracts import FUSED, Contract, Runtime, flag, verdict
 from bridge.planning.make import PlanInputs, check_weights, incompatibilities, make_plan
@@ -21,7 +21,7 @@ from bridge.planning.plan import Plan
 from bridge.planning.registries import leave_plain, why_too_old
 from bridge.planning.structure import structure_of
 from bridge.quant.schemes.catalog import layout_of, scheme_names
-from bridge.quant.schemes.group_size import with_dividing_blocks, with_group, with_zero_points
+from bridge.quant.schemes.group_size import check_blocks, with_dividing_blocks, with_group, with_zero_points
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.configs.positions import vocabulary_size
@@ -134,6 +134,7 @@ def scheme_of(
     A scheme by name, in a recipe too, has blocks that divide the model's matrices; a user's own has those that it says.
     """
     group, zero_points = blocks
+    check_blocks(group, zero_points)
     if quant is None or quant == "none":
         given = (("kv", kv, "fp8"), ("group", group, "int4_wo"), ("zero_points", zero_points, "int4_wo"))
         for name, value, example in given:
@@ -213,7 +214,9 @@ def _chosen_format(plan: Plan, options: Mapping[str, Any]) -> str:
     formats = [*SPELLINGS] if plan.target == "hf" and options.get("format") is None else []
     if not formats or plan.options["format"] == formats[0]:
         return ""
-    return f"format {plan.options['format']} (--format): {formats[0]} does not hold the codes of scheme {plan.scheme}"
+    either = any(n.search == EITHER for step in plan.quantized if step.format for n in step.format.weight)
+    why = "keeps scales positive" if either else f"does not hold the codes of scheme {plan.scheme}"
+    return f"format {plan.options['format']} (--format): {formats[0]} {why}"
 
 
 def _dtype_for(contract: Contract, source: Source, options: Mapping[str, Any]) -> dict[str, str]:

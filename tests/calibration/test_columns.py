@@ -228,7 +228,7 @@ def test_a_cache_beside_what_modelopt_cannot_simulate_is_not_measured(model: Any
 
 @pytest.mark.parametrize(
     ("target", "options", "error"),
-    [("trt", {}, PlanError), ("hf", {"format": "modelopt"}, PlanError), ("edgellm", {}, SchemeError)],
+    [("trt", {}, PlanError), ("hf", {"format": "modelopt"}, SchemeError), ("edgellm", {}, SchemeError)],
 )
 def test_layouts_with_positive_scales_refuse_codes_for_either_sign(
     model: Any, target: str, options: dict[str, Any], error: type[Exception]

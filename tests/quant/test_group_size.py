@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 import bridge
-from bridge.core.errors import PlanError, UsageError
+from bridge.core.errors import PlanError, SourceError, UsageError
 from bridge.core.values import Format, Site, Structure, TensorSpec
+from bridge.quant.codec import zero_points
 from bridge.quant.schemes.group_size import with_dividing_blocks
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.scheme import Scheme
@@ -110,3 +113,19 @@ def test_a_size_that_does_not_divide_is_refused_and_not_replaced(tmp_path: Path)
     assert "INT4 blocks of 64 instead of 128" in " ".join(bridge.plan(source, "hf", "int4_wo").notes)
     with pytest.raises(PlanError, match="in = 192 does not divide into blocks of 128"):
         bridge.plan(source, "hf", "int4_wo", group=128)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"), [({"zero_points": "yes"}, "give True or False"), ({"group": 0}, "32, 64 or")]
+)
+def test_words_that_are_no_option_of_blocks_are_refused(words: dict[str, Any], why: str) -> None:
+    for quant in ("int4_wo", None):
+        with pytest.raises(UsageError, match=why):
+            bridge.plan("examples/models/tiny-llama", "hf", quant, **words)
+
+
+def test_a_scale_of_a_range_that_its_dtype_does_not_hold_is_named() -> None:
+    values = np.zeros((1, 128), np.float32)
+    values[0, :2] = -2e6, 2e6
+    with pytest.raises(SourceError, match="m: a scale does not fit its dtype"):
+        zero_points.encoded(values, "int4", 128, "float32", "float16", "m")

@@ -139,9 +139,27 @@ def test_a_record_from_before_there_were_presets_is_verified_by_its_own_rounding
 
 
 @pytest.mark.parametrize(
-    ("scheme", "form"), [("fp8", "modelopt"), ("int4:rtn", "compressed-tensors"), ("int4:gptq", "compressed-tensors")]
-)
+    ("scheme", "form"),
+    [
+        ("fp8", "modelopt"), ("int4:rtn", "compressed-tensors"), ("int4:gptq", "compressed-tensors"),
+        ("nvfp4_wo:gptq", "modelopt"), ("nvfp4:gptq", "modelopt"), ("mxfp4_wo:gptq", "modelopt"),
+    ],
+)  # fmt: skip
 def test_hf_takes_the_first_format_that_holds_a_scheme(scheme: str, form: str) -> None:
     plan = bridge.plan(TINY, "hf", scheme)
     told = [note for note in plan.notes if note.startswith("format ")]
     assert plan.options["format"] == form and bool(told) is (form != "modelopt")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("W4A4", "no program multiplies INT4 by INT4"), ("w3a16", "no layout here has INT3"), ("W8A16", "write ct:W8A16")],
+)
+def test_a_bare_name_is_answered_with_what_can_be_written(name: str, why: str) -> None:
+    with pytest.raises(BridgeError, match=why):
+        bridge.plan(TINY, "hf", name)
+
+
+def test_a_preset_that_no_format_holds_says_why() -> None:
+    with pytest.raises(BridgeError, match="compressed-tensors output has INT4 weights with unquantized inputs, or FP8"):
+        bridge.plan(TINY, "hf", "ct:W4A8")

@@ -25,7 +25,7 @@ from tests.targets.test_gptq import calibration as calibration_of_llama
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
-    "hf": ("hf", {}),
+    "hf": ("hf", {"format": "modelopt"}),
     "compressed-tensors": ("hf", {"format": "compressed-tensors"}),
     "trtllm": ("trtllm", {}),
 }

@@ -170,7 +170,7 @@ class Encoder:
         """The codes of some rows, the scales and the zero points of their blocks."""
         wide = arrays.rounded(to_float32(flat, self._dtype), self._cast)
         dtype, across = self._numeric.dtype, self._blocks.across
-        parts = zero_points.encoded(wide, dtype, across, self._quotient, self._scale_dtype)
+        parts = zero_points.encoded(wide, dtype, across, self._quotient, self._scale_dtype, self._name)
         return parts | {"codes": packed_codes(parts["codes"], dtype, self.packed, self._take)}
 
     def _affine(self, flat: Array) -> dict[str, Array]:

@@ -133,8 +133,7 @@ def named_scheme(name: str) -> Scheme:
         return read_scheme(aliases[word])
     if preset := hint_of(name):
         raise UsageError(
-            f"quant={name!r} is another tool's name: write {preset}, with that tool's numbers{_ours(word)}; "
-            "`qbridge show schemes` lists ours"
+            f"quant={name!r} is another tool's name: {preset}{_ours(word)}; `qbridge show schemes` lists ours"
         )
     if answer := elsewhere(word):
         raise UsageError(f"quant={name!r} is not a scheme here: {answer}; `qbridge show schemes` lists all")

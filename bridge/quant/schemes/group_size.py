@@ -38,12 +38,19 @@ def with_dividing_blocks(scheme: Scheme, structure: Structure, specs: Mapping[st
     return replace(scheme, weight=_weight(scheme.weight, size), rules=rules, note=note)
 
 
+def check_blocks(group: object, zero_points: object) -> None:
+    """UsageError for a size that no block has, and for zero points that are not asked for by true or false."""
+    if group is not None and (type(group) is not int or group not in SIZES):
+        raise UsageError(f"group={group!r} (--group): blocks have 32, 64 or 128 values")
+    if type(zero_points) is not bool:
+        raise UsageError(f"zero_points={zero_points!r} (--zero-points): give True or False")
+
+
 def with_group(scheme: Scheme, group: int | None) -> Scheme:
     """The scheme with blocks of `group` values in all of its integer weights; UsageError if it has no such blocks."""
+    check_blocks(group, False)
     if group is None:
         return scheme
-    if type(group) is not int or group not in SIZES:
-        raise UsageError(f"group={group!r} (--group): blocks have 32, 64 or 128 values")
     if not any(_is_grouped(one) for form in scheme.formats for one in form.weight):
         raise UsageError(
             f"group={group} (--group): scheme {scheme.name} has no integer weights in blocks, as int4_wo and int4:gptq"
@@ -81,7 +88,7 @@ def with_zero_points(scheme: Scheme, wanted: bool) -> Scheme:
 def _takes_zero_points(form: Format) -> bool:
     """Whether the codes of a weight follow from the least and the largest value of a block."""
     first = form.weight[0]
-    plain = form.algorithm in ("max", "awq") and not first.search and len(form.weight) == 1
+    plain = form.algorithm in ("max", "awq") and not first.search and len(form.weight) == 1 and form.input is None
     return plain and _is_grouped(first) and first.dtype == "int4"
 
 

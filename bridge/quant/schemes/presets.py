@@ -33,9 +33,13 @@ def is_preset(name: str) -> bool:
 
 
 def hint_of(name: str) -> str:
-    """The name with a prefix that a bare name of another tool may mean; "" for an unknown one."""
-    found = [f"{prefix}{COLON}{name.upper()}" for prefix, tool in prefixes().items() if name.upper() in tool["preset"]]
-    return " or ".join(found)
+    """What to do about a bare name of another tool: the name with its prefix, or why no scheme is that; "" else."""
+    tools = prefixes().items()
+    rows = {f"{prefix}{COLON}{name.upper()}": tool["preset"].get(name.upper()) for prefix, tool in tools}
+    found = [full for full, row in rows.items() if row is not None and "why" not in row]
+    if found:
+        return f"write {' or '.join(found)}, with that tool's numbers"
+    return next((str(row["why"]) for row in rows.values() if row is not None), "")
 
 
 def preset_words(name: str) -> tuple[str, dict[str, Any]]:

@@ -16,7 +16,8 @@ from bridge.quant.schemes.grammar import Gate, Gates, Policies
 from bridge.quant.schemes.layer_ranges import from_start
 
 EMBEDDINGS = (
-    "an embedding is looked up, not multiplied, and targets gguf and ort alone write its codes: vocabulary='quantize' "
+    "an embedding is looked up, not multiplied, and targets gguf, ort and mlx alone write its codes: "
+    "vocabulary='quantize' "
     '(--vocabulary quantize), in the bits that a rule gives a tied head (roles = ["head.weight"])'
 )
 DRAFT_ROLE = "draft."  # how the roles of draft layers begin; `draft.attn.q.weight`

@@ -220,7 +220,7 @@ class Hf(StreamedTarget):
 
 
 def _format_for(scheme: Scheme | None, structure: Structure) -> str:
-    """The first format that holds a scheme's formats and its KV cache; ModelOpt's, which says why, if none does.
+    """The first format that holds a scheme's formats and its KV cache; one that says why, if none does.
 
     compressed-tensors comes first for scales of either sign, which ModelOpt's keeps positive, if it has the matrices.
     """
@@ -234,7 +234,8 @@ def _format_for(scheme: Scheme | None, structure: Structure) -> str:
         lacks_cache = scheme.kv is not None and spelling(name).why_kv_unsupported(scheme.kv)
         if not lacks_cache and not any(_why_lacking(name, format_) for format_ in wanted):
             return name
-    return DEFAULT_FORMAT
+    others = any(format_.rounding or format_.weight[0].zero_points for format_ in wanted)
+    return COMPRESSED if others else DEFAULT_FORMAT
 
 
 def _why_lacking(name: str, format_: Format) -> str:
@@ -245,7 +246,8 @@ def _why_lacking(name: str, format_: Format) -> str:
         return f"--format {name} has no zero points here; leave --format out, or use {' or '.join(ZERO_POINTS)}"
     if why := spelling(name).why_unsupported(format_):
         return why
-    if format_.ordered and not spelling(name).coding(format_, _ANY, "float16", "float16").signed:
+    either = format_.weight[0].search == EITHER
+    if either and format_.ordered and not spelling(name).coding(format_, _ANY, "float16", "float16").signed:
         return CHOSEN_CODES
     return ""
 

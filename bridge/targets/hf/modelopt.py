@@ -37,7 +37,7 @@ def why_unsupported(format_: Format) -> str:
     """Why no unified checkpoint can hold this format ("" if one can)."""
     weight, entry = format_words(format_)
     if not setting(format_):
-        known = ", ".join(name for name, _ in ALGORITHMS.values())
+        known = ", ".join(dict.fromkeys(name for name, _ in ALGORITHMS.values()))
         return f"a unified checkpoint has no algorithm for {explained(f'{weight} | {entry}')}; known: {known}"
     name = setting(format_)["quant_algo"]
     if format_.prescales and "NVFP4" in name and (name, format_.algorithm) != ("NVFP4_AWQ", "awq"):

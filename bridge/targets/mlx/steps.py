@@ -7,7 +7,7 @@ from dataclasses import replace
 from bridge.core.dtypes import DTYPES, FLOATS
 from bridge.core.text import byte_count
 from bridge.core.values import Format, Site, TensorSpec
-from bridge.planning.plan import Output, Step
+from bridge.planning.plan import PASSTHROUGH, Output, Step
 from bridge.planning.target import Drafted
 from bridge.quant.describe import scale_words
 from bridge.tables.dialects.dialect import DialectRow
@@ -58,6 +58,8 @@ class Drafting(DialectDrafting):
         """Whether it is the embedding or a head that the option quantizes and no rule of a recipe names."""
         scheme = self.draft.scheme
         if self.draft.options.vocabulary != "quantize" or scheme is None or row.roles not in VOCABULARY:
+            return False
+        if scheme.name == PASSTHROUGH:  # codes are copied, and nothing else is quantized
             return False
         return not any(scheme.rule_of(site) for site in sites)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from bridge.core.progress import Progress
 from bridge.planning.plan import PASSTHROUGH, Plan
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.catalog import is_scheme_name, kv_names
+from bridge.quant.schemes.group_size import SIZES, with_group, with_zero_points
 from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.scheme import Scheme
 from bridge.workflows.golden.store import CALIBRATION, Golden, Rerun
 
 ENGINE = ("engine", "profile")  # TensorRT builds it from the file that the golden records
@@ -38,23 +40,33 @@ def arguments(plan: Plan, directory: Path, quant: str | Path | None = None) -> t
     scheme = _scheme(plan, quant)
     if scheme is None:
         return Rerun(refused=f"scheme {plan.scheme} is a recipe that was not given: quant=, --quant PATH"), {}
-    rerun = Rerun(*scheme, calibrated=bool(files))
+    rerun = replace(scheme, calibrated=bool(files))
     if rerun.recipe:
         files[rerun.recipe] = Path(str(quant)).read_bytes()
     return rerun, files
 
 
-def _scheme(plan: Plan, quant: str | Path | None) -> tuple[str, str | None] | None:
-    """Name and KV cache of a plan's scheme; None if it is neither `quant` nor a built-in scheme."""
+def _scheme(plan: Plan, quant: str | Path | None) -> Rerun | None:
+    """Name, KV cache and blocks of a plan's scheme; None if it is neither `quant` nor a built-in scheme."""
     recipes: list[str | Path] = [Path(quant)] if quant is not None and str(quant).endswith(".toml") else []
     for scheme in [*recipes, *([plan.scheme] if is_scheme_name(plan.scheme) else [])]:
         kvs = [] if load_scheme(scheme).kv else kv_names()
         for kv in (None, *kvs):
-            if load_scheme(scheme, kv).digest == plan.scheme_digest:
-                return Path(scheme).name, kv
+            for sized, group, zero_points in _in_sizes(load_scheme(scheme, kv)):
+                if sized.digest == plan.scheme_digest:
+                    return Rerun(Path(scheme).name, kv, group=group, zero_points=zero_points)
     if quant is not None:
         raise GoldenError(f"quant={str(quant)!r} did not make this model, {plan.scheme} did")
     return None
+
+
+def _in_sizes(scheme: Scheme) -> Iterator[tuple[Scheme, int | None, bool]]:
+    """A scheme as it is, and with the blocks that options give it."""
+    yield scheme, None, False
+    for group in (None, *SIZES):
+        for zero_points in (False, True):
+            with suppress(UsageError):  # it has no such blocks
+                yield with_zero_points(with_group(scheme, group), zero_points), group, zero_points
 
 
 @contextmanager
@@ -81,8 +93,8 @@ def converted(
             calib = folder / CALIBRATION
         try:
             convert(
-                model, made.target, quant, folder / "out", calib=calib, kv=rerun.kv, verify=False, progress=progress,
-                **source, **options,
+                model, made.target, quant, folder / "out", calib=calib, kv=rerun.kv, group=rerun.group,
+                zero_points=rerun.zero_points, verify=False, progress=progress, **source, **options,
             )  # fmt: skip
         except BaseException as error:  # what an interrupted conversion keeps goes with this directory
             drop_notes(error, folder)

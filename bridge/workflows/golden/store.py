@@ -30,7 +30,7 @@ from bridge.core.output.directory import output_directory
 from bridge.core.output.names import JOURNAL, MANIFEST
 from bridge.core.parsing.limited import parse_json
 from bridge.core.parsing.typed_json import typed
-from bridge.core.values import plain
+from bridge.core.values import later, plain
 from bridge.quant.codec.arrays import Array
 
 T = TypeVar("T")
@@ -160,13 +160,16 @@ class Rerun:
     """The arguments of `bridge.convert`, besides target and options, that write the model again.
 
     `quant`: a scheme, or the file of a recipe in the golden's directory. `calibrated`: the golden has a calibration
-    file. `refused`: why the model cannot be converted again.
+    file. `refused`: why the model cannot be converted again. `group`, `zero_points`: of its blocks, if they are not
+    those of the scheme.
     """
 
     quant: str | None = None
     kv: str | None = None
     calibrated: bool = False
     refused: str = ""
+    group: int | None = later(None)
+    zero_points: bool = later(False)
 
     @property
     def recipe(self) -> str:

@@ -33,7 +33,7 @@ def test_what_a_target_cannot_say_is_refused_with_the_way_out(
     assert "use quant='none' (--quant none) to dequantize" in str(caught.value)
 
 
-@pytest.mark.parametrize("preset", ["FP8_BLOCK", "W8A8", "W8A16"])
+@pytest.mark.parametrize("preset", ["W8A8", "W8A16"])
 def test_what_unified_checkpoints_have_no_word_for_is_refused_with_the_way_out(tmp_path: Path, preset: str) -> None:
     source = compressed_oracle.compress(llama(), preset, tmp_path / "source")
     with pytest.raises(BridgeError, match="a unified checkpoint has no algorithm for weights in") as caught:

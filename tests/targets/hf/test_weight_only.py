@@ -183,6 +183,7 @@ def test_a_changed_zero_point_is_found(tmp_path: Path) -> None:
         ("int4_wo", "gguf", {}, "target gguf has no place for the zero points of its blocks"),
         ("int4_wo", "hf", {"format": "gptq"}, "--format gptq has no zero points here"),
         ("int4_wo", "hf", {"format": "modelopt"}, "--format modelopt has no zero points here"),
+        ("w4a8_fp8", "hf", {}, "scheme w4a8_fp8 has no INT4 weights in blocks"),
         ("fp8", "hf", {}, r"zero_points=True \(--zero-points\): scheme fp8 has no INT4 weights in blocks"),
         ("int4:gptq", "hf", {}, "scheme int4:gptq has no INT4 weights in blocks whose scales follow"),
         (None, "hf", {}, "zero_points=True needs a scheme too"),

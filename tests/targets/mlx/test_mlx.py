@@ -304,3 +304,9 @@ def test_running_without_mlx_lm_says_what_to_install(tmp_path: Path) -> None:
 def test_an_unknown_way_with_the_vocabulary_is_refused() -> None:
     with pytest.raises(UsageError, match=r"vocabulary='drop' \(--vocabulary\): use keep or quantize"):
         bridge.plan(LLAMA, "mlx", "affine4", vocabulary="drop")
+
+
+def test_a_quantized_source_is_copied_and_its_vocabulary_stays(tmp_path: Path) -> None:
+    bridge.convert(LLAMA, "hf", "int4_wo", tmp_path / "gptq", format="gptq", verify=False, progress=False)
+    plan = bridge.plan(tmp_path / "gptq", "mlx")
+    assert plan.quantized and not {"model.embed_tokens", "lm_head"} & {m for s in plan.quantized for m in s.modules}

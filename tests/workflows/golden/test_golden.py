@@ -310,6 +310,13 @@ def test_the_arguments_of_a_conversion_are_found_again(quant: str) -> None:
         assert (again.quant, again.kv, again.refused, beside) == (quant, kv, "", {})
 
 
+@pytest.mark.parametrize(("group", "zero_points"), [(32, False), (None, True), (64, True)])
+def test_blocks_that_options_gave_are_found_again(group: int | None, zero_points: bool) -> None:
+    made = bridge.plan(LLAMA, "hf", "int4_wo", group=group, zero_points=zero_points)
+    again, _ = arguments(made, LLAMA)
+    assert (again.quant, again.group, again.zero_points, again.refused) == ("int4_wo", group, zero_points, "")
+
+
 def test_outputs_from_zeros_or_to_nan_have_moved() -> None:
     zeros, ones = np.zeros(4, np.float32), np.ones(4, np.float32)
     nan = np.full(4, np.nan, np.float32)
