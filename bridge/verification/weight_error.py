@@ -32,6 +32,10 @@ from bridge.quant.codec.search import CODES, searched_scales
 from bridge.verification.scale_range import ScaleStats, scale_stats
 
 KINDS = {"int8": INT8, "int4": INT4, "float8_e4m3fn": E4M3, "float8_e5m2": E5M2, "float4_e2m1fn": E2M1}
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+# Two scales may give a block the same error, but for the order of float32 sums: s and s / 2 of one that holds multiples
+# of s up to 3. A stored scale above the blocks may be the reciprocal of the one that was searched with.
+TIE = 1e-5
 FLIP = {"int4": 0x88, "int8": 0x80}  # words of 32 bits hold codes plus half of their range
 E4M3_UNIT = 2.0**-4 * 1.07  # of block scales, as a part of the larger number that may have been rounded
 # Q4_0 has codes -8 to 7 times a scale of either sign, so a value near the other extreme may be half a step too far.
@@ -235,7 +239,10 @@ class Comparer:
         if self._first.search == WEIGHTED:
             divisors = self._factor(CODES[self._first.scale_dtype]).reshape(-1)
             again = searched_scales(bits, self._dtype, self._first, importance, divisors)
-            return int((again != stored).sum()) * block
+            rows, at = np.nonzero(again != stored)
+            values = to_float32(bits, self._dtype).reshape(len(bits), -1, block)[rows, at]
+            own, best = (_fp4_errors(values, of[rows, at], importance.reshape(-1, block)[at]) for of in (stored, again))
+            return int((own > best * (1 + TIE)).sum()) * block
         scales = searched_scales(bits, self._dtype, self._first, importance)
         scales = scales if clip is None else clip.amax(scales)
         again = Scales((self._first,), self._dtype, self._coding, None).of_signed(scales)[0]["scale"]
@@ -295,6 +302,15 @@ class Comparer:
             assert self._above is not None
             factor = factor / self._above if self._coding.reciprocal else factor * self._above
         return factor
+
+
+def _fp4_errors(values: Array, scales: Array, weights: Array) -> Array:
+    """The weighted squared errors (blocks,), float64, of blocks (blocks, n) as e2m1 codes under their scales."""
+    over = np.abs(values.astype(np.float64)) / scales[:, None]
+    nearest = np.abs(over[..., None] - E2M1_VALUES).min(-1) * scales[:, None]
+    weights = np.where(weights.max(-1, keepdims=True) > 0, weights, 1)  # inputs of zeros weigh alike
+    errors: Array = (nearest**2 * weights).sum(-1)
+    return errors
 
 
 def sums_of_values(values: Array, decoded: Array) -> ErrorSums:

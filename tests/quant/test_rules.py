@@ -11,12 +11,12 @@ import pytest
 from bridge.core.errors import SchemeError, SourceError, UsageError
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec.blocks import grid
-from bridge.quant.codec.decode import decode
+from bridge.quant.codec.decode import decode, values
 from bridge.quant.codec.encode import encode
-from bridge.quant.codec.search import searched_scales
+from bridge.quant.codec.search import CODES, SCALES, searched_scales
 from bridge.quant.schemes.catalog import read_rule, scheme_names
 from bridge.quant.schemes.load import load_scheme
-from bridge.verification.weight_error import Comparer, StoredCodes, Tolerance
+from bridge.verification.weight_error import Comparer, StoredCodes, Tolerance, compare
 
 WORDS = Encoding(packed="int32", scale_dtype="float16")
 EITHER, POSITIVE = (Numeric("int4", "block", (32,), search=search) for search in ("either", "positive"))
@@ -128,6 +128,22 @@ def test_a_negative_scale_fails_the_proof_of_a_scheme_with_positive_ones() -> No
                 weight, made["codes"].view(np.uint8), made["scale"]
             )
             assert bool(sums.scales.unusable) == (unusable and not signed)
+
+
+@pytest.mark.parametrize(("factor", "others"), [(0.5, 0), (2, 16)])
+def test_two_scales_with_the_same_error_are_both_the_one_that_was_searched(factor: float, others: int) -> None:
+    """The block of 1, 0.5, 1.5 has no error under 0.25 and 0.5, and one under 0.125, since codes end at 6."""
+    numeric = Numeric("float4_e2m1fn", "block", (16,), "float8_e4m3fn", search="weighted")
+    weight = np.tile(np.array([1, 0.5, 1.5, 0], np.float32), (4, 16))
+    weight[3, -16:], importance = 6 * 448, np.ones(64, np.float32)
+    made = encode(weight, "float32", (numeric,), importance=importance)
+    assert compare(weight, "float32", made, (numeric,), importance=importance).not_repeated == 0
+    number = values(made["scale"][:1, :1], "float8_e4m3fn")[0, 0]
+    codes, scale = made["codes"].copy(), made["scale"].copy()
+    at = int(np.searchsorted(SCALES["float8_e4m3fn"], number / np.float32(factor)))
+    scale[0, 0] = CODES["float8_e4m3fn"][at]
+    sums = compare(weight, "float32", made | {"codes": codes, "scale": scale}, (numeric,), importance=importance)
+    assert sums.not_repeated == others
 
 
 def test_names_with_a_colon_are_schemes_in_any_case() -> None:
