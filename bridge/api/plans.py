@@ -142,8 +142,8 @@ def scheme_of(
                 raise UsageError(f"{name}={value!r} needs a scheme too; pass quant={example!r}, for example")
         return None
     scheme = with_zero_points(with_group(load_scheme(quant, kv=kv), group), zero_points).bound(structure.sites)
-    named = isinstance(quant, str) and not quant.endswith(".toml")
-    return with_dividing_blocks(scheme, structure, source.specs) if named or scheme.rules else scheme
+    own = isinstance(quant, Scheme) and not scheme.rules
+    return scheme if own else with_dividing_blocks(scheme, structure, source.specs)
 
 
 def passthrough_of(quant: Any, source: Source) -> Scheme | None:

@@ -23,7 +23,15 @@ from bridge.planning.contract_files import runtimes
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
 from bridge.quant.describe import input_bits, needs, nominal_bits, numeric, weights
-from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.catalog import (
+    BEST,
+    RULE,
+    candidates_by_default,
+    layout_of,
+    rules_of,
+    scheme_names,
+    without_data,
+)
 from bridge.quant.schemes.grammar import Gate
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.quality import DITHERED, TITLES, Quality, read_quality
@@ -171,6 +179,8 @@ def _scheme(what: str) -> Description:
         raise UsageError(
             f"{what}: neither a recipe (.toml) nor a calibration; `qbridge plan` shows what a model becomes"
         )
+    if path := layout_of(what):
+        return _layout(path)
     try:
         scheme = load_scheme(what)
     except UsageError as error:
@@ -196,6 +206,16 @@ def _scheme(what: str) -> Description:
     tables: list[RenderableType] = [Columns(("scheme", scheme.name), rows)]
     tables += ["", Columns(("rule", "quant", "where"), rules)] if rules else []
     return _scheme_data(scheme), tables
+
+
+def _layout(path: Path) -> Description:
+    """A layout's rules, one of which `:best` takes."""
+    names = [f"{path.stem}{RULE}{rule}" for rule in rules_of(path)]
+    found = {"what it is": "the rule with the least loss on your model, measured", "without data": without_data(path)}
+    rules = [(name, load_scheme(name).summary) for name in names]
+    data = {"layout": path.stem, "rules": names, "tried": candidates_by_default(path), **found}
+    rows = [(title, text or "every rule needs data") for title, text in found.items()]
+    return data, [Columns(("scheme", f"{path.stem}{RULE}{BEST}"), rows), "", Columns(("rule", "what it is"), rules)]
 
 
 def _scheme_data(scheme: Scheme) -> dict[str, Any]:

@@ -248,3 +248,10 @@ def test_a_file_that_is_no_recipe_is_told_what_shows_it(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(UsageError, match=r"neither a recipe \(.toml\) nor a calibration; `qbridge plan`"):
         describe(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize("word", ["int4", "int4:best", "INT4:Best"])
+def test_the_best_rule_of_a_layout_is_shown_with_its_rules(word: str) -> None:
+    data, _ = describe(word)
+    assert data["rules"] == ["int4:rtn", "int4:imatrix", "int4:gptq", "int4:signround"]
+    assert data["tried"] == ["rtn", "imatrix", "gptq"] and data["without data"] == "int4:rtn"

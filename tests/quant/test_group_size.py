@@ -61,6 +61,19 @@ def test_a_recipe_has_the_size_of_what_it_quantizes(tmp_path: Path) -> None:
     assert with_dividing_blocks(scheme, structure, specs) is scheme
 
 
+def test_a_recipe_without_rules_has_blocks_that_divide_and_a_scheme_of_ones_own_those_that_it_says(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "base.toml").write_text('base = "int4:signround"\n[options]\nsteps = 20\n')
+    structure, specs = model(192, 384)
+    scheme = load_scheme(tmp_path / "base.toml")
+    assert with_dividing_blocks(scheme.bound(structure.sites), structure, specs).weight[0].block == (64,)
+    own = Path("mappings/schemes/int4_wo.toml").read_text()
+    (tmp_path / "own.toml").write_text(own)
+    scheme = load_scheme(tmp_path / "own.toml")
+    assert with_dividing_blocks(scheme.bound(structure.sites), structure, specs).weight[0].block == (128,)
+
+
 def test_rules_have_the_one_size_of_a_checkpoint(tmp_path: Path) -> None:
     structure, specs = model(256, 96)
     rule = '[[rule]]\nmodules = ["layers.1"]\nquant = "int4_wo"\n'

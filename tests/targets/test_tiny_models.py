@@ -16,6 +16,7 @@ import pytest
 import bridge
 from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import PlanError, SchemeError
+from bridge.core.values import AFFINE
 from bridge.quant.calibration import Calibration, Provenance
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
@@ -30,7 +31,8 @@ SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
     "trtllm": ("trtllm", {}),
 }
 PRESCALED = ("int4_awq", "int4_awq_full", "int8", "int8_sq", "nvfp4_awq", "w4a8_awq")
-LLAMA_CPP = [name for name in scheme_names() if load_scheme(name).weight[0].dtype in SEARCHED]
+# layouts of llama.cpp and MLX
+OTHERS = [name for name in scheme_names() if load_scheme(name).weight[0].dtype in (*SEARCHED, *AFFINE)]
 # (spelling, model) -> what it refuses before it reads a weight, and in which words.
 REFUSED: dict[tuple[str, str], dict[str, str]] = {
     ("compressed-tensors", "tiny-llama"): {
@@ -39,7 +41,7 @@ REFUSED: dict[tuple[str, str], dict[str, str]] = {
     },
     ("compressed-tensors", "tiny-gpt2"): {
         **dict.fromkeys(scheme_names(), r"is stored \[in, out\] \(Conv1D\)"),
-        **dict.fromkeys(LLAMA_CPP, "compressed-tensors has no"),
+        **dict.fromkeys(OTHERS, "compressed-tensors has no"),
         "w4a8_awq": "one level of weight quantization",
         "w4a8_nvfp4_fp8": "has FP4 in blocks of 16",
     },

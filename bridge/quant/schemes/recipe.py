@@ -47,7 +47,7 @@ def load_recipe(path: Path) -> Scheme:
     words = read_toml(path)
     where = str(path)
     if "base" not in words and "weight" in words:
-        return read_scheme(path)
+        return replace(read_scheme(path), sized=True)  # the blocks that it says
     problems = Problems()
     scheme = _parse(words, path.stem, where, problems)
     if scheme is None:
