@@ -56,6 +56,8 @@ def test_a_plan_names_the_rules_what_they_cost_and_those_that_are_impossible() -
         ({"candidates": "gptq", "quant": "int4:gptq"}, UsageError, "narrows the choice .* quant is 'int4:gptq'"),
         ({"candidates": "gptq", "quant": None}, UsageError, "narrows the choice .* quant is None"),
         ({"quant": "int4:best", "kv": "fp9"}, UsageError, "fp9"),
+        ({"candidates": 5}, UsageError, r"candidates=5 \(--candidates\): give names of rules"),
+        ({"candidates": ["gptq", 3]}, UsageError, r"candidates=\['gptq', 3\] \(--candidates\): give names"),
     ],
 )
 def test_bad_candidates_are_refused_before_work(words: Any, error: Any, said: str, tmp_path: Path) -> None:
