@@ -12,7 +12,6 @@ from bridge.api.best.candidates import Blocks, Candidate, Candidates, candidates
 from bridge.api.best.measure import Measured, made_for, measure
 from bridge.api.plans import plan_of
 from bridge.api.request import Request, unwarned_data_of, warn_of
-from bridge.calibration.calibrate import choose_strategy
 from bridge.calibration.data import Data
 from bridge.calibration.job import CalibrationJob
 from bridge.calibration.requirements import check_device_here, source_for
@@ -126,8 +125,7 @@ def _chosen(found: Candidates, source: Source, structure: Structure, request: Re
 
 def _of(found: Candidates, job: CalibrationJob) -> Chosen:
     """The rule with the least loss, or errors if the whole model does not fit."""
-    with_float32 = replace(job, source=source_for(job.source, "fp32"), free=None)
-    measured = measure(found, job, whole=not choose_strategy(with_float32).blocks)
+    measured = measure(found, job)
     least = measured.losses or measured.errors
     name = min(least, key=lambda one: least[one]) if least else found.rules[0].name
     rule = next(one for one in found.rules if one.name == name)
@@ -158,7 +156,7 @@ def _why(found: Candidates, measured: Measured, name: str) -> str:
     if errors:
         parts.append(f"errors of matrices' outputs {errors[name]:.3g}{_others(errors, name)}")
     if not losses and len(errors) > 1:
-        parts.append("the whole model was not run, since it does not fit into memory")
+        parts.append(f"the whole model was not run, since {measured.unrun}")
     parts += [f"not {one}: {_short(why)}" for one, why in {**found.refused, **measured.failed}.items()]
     on = f" on {number(measured.tokens, 'held-out token')}" if losses or errors else ""
     return f"{found.name} took {name}{on}: {'; '.join(parts) or 'the only rule that is possible here'}"

@@ -30,7 +30,7 @@ class Measured:
     """What the rules cost, by name. `calibrations`: of rules that need one. `failed`: rules without, and why.
 
     `errors`: mean over the matrices of |error of outputs|^2 / |outputs|^2. `losses`: of the whole model, in `unit`, of
-    the rules with the least errors; empty if the whole model does not fit into memory.
+    the rules with the least errors; empty if the whole model is not run, and `unrun` says why.
     """
 
     calibrations: Mapping[str, Calibration]
@@ -41,6 +41,7 @@ class Measured:
     tokens: int
 
 
+    unrun: str = ""
 def measure(found: Candidates, job: CalibrationJob, whole: bool) -> Measured:
     """Calibrate, and measure. `job`: of the first rule, with held-out data. `whole`: the whole model fits into memory.
 
@@ -49,12 +50,29 @@ def measure(found: Candidates, job: CalibrationJob, whole: bool) -> Measured:
     """
     calibrations, failed = _calibrations(found, job)
     rules = [one for one in found.rules if one.name not in failed]
+    unrun = _why_not_whole(found, job) if len(found.rules) > 1 else ""
     errors = _errors(rules, calibrations, job) if len(rules) > 1 else {}
     ranked = sorted(rules, key=lambda one: errors.get(one.name, 0.0))
     finalists = ranked[:FINALISTS] if errors else ranked
-    losses, unit = ({}, "") if not whole or len(rules) == 1 else _losses(finalists, calibrations, job)
+    losses, unit = ({}, "") if unrun or len(rules) == 1 else _losses(finalists, calibrations, job)
     tokens = sum(int(next(iter(batch.values())).shape[:2].numel()) for batch in job.data.held_out)
-    return Measured(calibrations, failed, errors, losses, unit, tokens)
+    return Measured(calibrations, failed, errors, losses, unit, tokens, unrun)
+
+
+def _why_not_whole(found: Candidates, job: CalibrationJob) -> str:
+    """Why the whole model cannot be run under every rule; "" if it can. Asked before calibrations, which take long."""
+    from bridge.calibration.calibrate import choose_strategy
+    from bridge.calibration.requirements import source_for
+    from bridge.sources.live_models.checkpoint_names import live_names, tied_names
+    from bridge.verification.simulated.inputs import hidden_input
+
+    source = job.source
+    if choose_strategy(replace(job, source=source_for(source, "fp32"), free=None)).blocks:
+        return "it does not fit into memory"
+    skeleton = source.load_skeleton()
+    origins, tied = live_names(skeleton, source.specs), tied_names(skeleton)
+    hidden = (hidden_input(one.plan, job.structure, origins, tied) for one in found.rules)
+    return next((f"no hook quantizes {what}" for what in hidden if what), "")
 
 
 def serves(calibration: Calibration, plan: Plan, scheme: Scheme) -> bool:
