@@ -53,8 +53,9 @@ def choose_rule(source: Source, request: Request) -> tuple[Request, str]:
     blocks = request.group, request.zero_points
     found = candidates_of(request.quant, request.kv, structure, source, planned, request.candidates, blocks)
     out = Path(request.out or f"{source.name}-{found.name}-{found.rules[0].plan.target}")
-    recover(out)
-    check_free(out, request.overwrite)
+    if measures(request):  # it takes long
+        recover(out)
+        check_free(out, request.overwrite)
     chosen = _chosen(found, source, structure, request)
     rule = chosen.rule.name
     if chosen.calibration is None:
@@ -62,6 +63,15 @@ def choose_rule(source: Source, request: Request) -> tuple[Request, str]:
     else:
         calib, data = chosen.calibration, None
     return replace(request, quant=rule, calib=calib, data=data, out=out, candidates=None), chosen.why
+
+
+def measures(request: Request) -> bool:
+    """Whether the request asks for a choice that a given calibration, or calib="none", does not make already."""
+    return (
+        layout_of(request.quant) is not None
+        and request.calib != NO_DATA
+        and not _is_calibration(request.calib, request.data)
+    )
 
 
 def check_unused_arguments(request: Request) -> None:
@@ -174,9 +184,14 @@ def _short(text: str) -> str:
 
 def _given(calib: Any, data: Any) -> Calibration | None:
     """A calibration that was made before."""
-    if isinstance(calib, str | Path) and str(calib).endswith(".safetensors"):
-        calib = Calibration.load(Path(calib))
-    return calib if isinstance(calib, Calibration) and data is None else None
+    if not _is_calibration(calib, data):
+        return None
+    return calib if isinstance(calib, Calibration) else Calibration.load(Path(calib))
+
+
+def _is_calibration(calib: Any, data: Any) -> bool:
+    file = isinstance(calib, str | Path) and str(calib).endswith(".safetensors")
+    return data is None and (file or isinstance(calib, Calibration))
 
 
 def _as_calibrated(found: Candidates, given: Calibration) -> Chosen:
