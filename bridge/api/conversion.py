@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.api.best.choose import choose_rule
+from bridge.api.best.choose import choose_rule, measures
 from bridge.api.request import (
     Request,
     ResolvedRequest,
@@ -39,7 +39,6 @@ from bridge.core.progress import no_progress
 from bridge.core.text import not_finite, number
 from bridge.core.version import __version__
 from bridge.quant.calibration import Calibration
-from bridge.quant.schemes.catalog import layout_of
 from bridge.reporting.report import Report, report_from_dict
 from bridge.sources.source import Source
 from bridge.streaming.context import ConversionContext, Executor
@@ -87,7 +86,7 @@ def run(request: Request, options: RunOptions) -> Report:
             f"quant={request.quant!r} measures layers in one process: make the recipe with `qbridge sensitivity` first "
             "and convert with it, or pass workers=1"
         )
-    if workers and layout_of(request.quant):
+    if workers and measures(request):
         raise UsageError(
             f"quant={request.quant!r} measures rules in one process: calibrate for it with workers=1 and pass that "
             "calibration, or name a rule"
@@ -378,7 +377,9 @@ def _announce_calibration(workers: Workers | None, calibrates: bool) -> None:
 
 def _join_calibration(request: Request, workers: Workers) -> Report:
     """Share the calibration of a conversion that the first process writes, and return its report."""
-    resolved = resolve(request.source(), request)
+    source = request.source()
+    request, _ = choose_rule(source, request)
+    resolved = resolve(source, request)
     calibrates, *_ = workers.agree(None)
     if calibrates:
         job = replace(_job_of(resolved, _sampled(resolved)), progress=no_progress, workers=workers)

@@ -6,7 +6,7 @@ is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -27,17 +27,10 @@ def write_experts(step: Step, context: ConversionContext, amax: float | None, si
 
     amax: of all experts, which share their second scale.
     """
-    assert step.format
-    spec, zero = context.source.specs[step.source], True
-    outputs = {output.part: output for output in step.outputs}
+    zero, outputs = True, {output.part: output for output in step.outputs}
     at = dict.fromkeys(outputs, 0)
-    for number in range(spec.shape[0]):
-        bits = expert(step, context.source, number)
+    for number, (bits, arrays) in enumerate(_encoded(step, context, amax)):
         zero = zero and not bits.any()
-        importance = importance_of(step, replace(step.inputs[0], expert=number), context.calibration)
-        arrays = encode(
-            bits, spec.dtype, step.format.weight, coding=step.coding, amax=amax, name=step.source, importance=importance
-        )
         if not number and "scale_2" in arrays:
             sink(outputs["scale_2"], arrays["scale_2"], 0)
         for key, part in PARTS.items():
@@ -45,6 +38,15 @@ def write_experts(step: Step, context: ConversionContext, amax: float | None, si
             sink(outputs[part], array, at[part])
             at[part] += array.nbytes
     return zero
+
+
+def decoded_experts(step: Step, context: ConversionContext, amax: float | None) -> Array:
+    """What the codes that `write_experts` writes decode to: float32 values, in the checkpoint's axes."""
+    assert step.format
+    out = np.empty(context.source.specs[step.source].shape, np.float32)
+    for number, (bits, arrays) in enumerate(_encoded(step, context, amax)):
+        out[number] = decode(arrays, step.format.weight, bits.shape, coding=step.coding).T
+    return out
 
 
 def decode_experts(step: Step, arrays: Mapping[str, Array], shape: tuple[int, ...]) -> Array:
@@ -55,6 +57,19 @@ def decode_experts(step: Step, arrays: Mapping[str, Array], shape: tuple[int, ..
         own = dict(arrays) | {key: transposed(arrays[key][number]) for key in PARTS}
         out[number] = decode(own, step.format.weight, shape[:0:-1], coding=step.coding).T
     return out
+
+
+def _encoded(step: Step, context: ConversionContext, amax: float | None) -> Iterator[tuple[Array, dict[str, Array]]]:
+    """Each expert's weight as [out, in], and its codes and scales."""
+    assert step.format
+    spec = context.source.specs[step.source]
+    for number in range(spec.shape[0]):
+        bits = expert(step, context.source, number)
+        importance = importance_of(step, replace(step.inputs[0], expert=number), context.calibration)
+        arrays = encode(
+            bits, spec.dtype, step.format.weight, coding=step.coding, amax=amax, name=step.source, importance=importance
+        )
+        yield bits, arrays
 
 
 def expert(step: Step, source: Source, number: int) -> Array:

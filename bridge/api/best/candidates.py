@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,8 @@ def _asked(only: str | Sequence[str] | None, path: Path) -> list[str]:
     """The rules that were asked for, each once; UsageError if one is unknown, or if the text names none."""
     if only is None:
         return []
+    if not (isinstance(only, Collection) and all(isinstance(word, str) for word in only)):
+        raise UsageError(f"candidates={only!r} (--candidates): give names of rules, 'gptq,imatrix' or a list of them")
     known, layout = rules_of(path), f"{path.stem}{RULE}"
     found = [word.strip().lower().removeprefix(layout) for word in _listed(only)]
     for word in found or [""]:

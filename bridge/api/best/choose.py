@@ -12,7 +12,6 @@ from bridge.api.best.candidates import Blocks, Candidate, Candidates, candidates
 from bridge.api.best.measure import Measured, made_for, measure
 from bridge.api.plans import plan_of
 from bridge.api.request import Request, unwarned_data_of, warn_of
-from bridge.calibration.calibrate import choose_strategy
 from bridge.calibration.data import Data
 from bridge.calibration.job import CalibrationJob
 from bridge.calibration.requirements import check_device_here, source_for
@@ -54,8 +53,9 @@ def choose_rule(source: Source, request: Request) -> tuple[Request, str]:
     blocks = request.group, request.zero_points
     found = candidates_of(request.quant, request.kv, structure, source, planned, request.candidates, blocks)
     out = Path(request.out or f"{source.name}-{found.name}-{found.rules[0].plan.target}")
-    recover(out)
-    check_free(out, request.overwrite)
+    if measures(request):  # it takes long
+        recover(out)
+        check_free(out, request.overwrite)
     chosen = _chosen(found, source, structure, request)
     rule = chosen.rule.name
     if chosen.calibration is None:
@@ -63,6 +63,15 @@ def choose_rule(source: Source, request: Request) -> tuple[Request, str]:
     else:
         calib, data = chosen.calibration, None
     return replace(request, quant=rule, calib=calib, data=data, out=out, candidates=None), chosen.why
+
+
+def measures(request: Request) -> bool:
+    """Whether the request asks for a choice that a given calibration, or calib="none", does not make already."""
+    return (
+        layout_of(request.quant) is not None
+        and request.calib != NO_DATA
+        and not _is_calibration(request.calib, request.data)
+    )
 
 
 def check_unused_arguments(request: Request) -> None:
@@ -126,8 +135,7 @@ def _chosen(found: Candidates, source: Source, structure: Structure, request: Re
 
 def _of(found: Candidates, job: CalibrationJob) -> Chosen:
     """The rule with the least loss, or errors if the whole model does not fit."""
-    with_float32 = replace(job, source=source_for(job.source, "fp32"), free=None)
-    measured = measure(found, job, whole=not choose_strategy(with_float32).blocks)
+    measured = measure(found, job)
     least = measured.losses or measured.errors
     name = min(least, key=lambda one: least[one]) if least else found.rules[0].name
     rule = next(one for one in found.rules if one.name == name)
@@ -158,7 +166,7 @@ def _why(found: Candidates, measured: Measured, name: str) -> str:
     if errors:
         parts.append(f"errors of matrices' outputs {errors[name]:.3g}{_others(errors, name)}")
     if not losses and len(errors) > 1:
-        parts.append("the whole model was not run, since it does not fit into memory")
+        parts.append(f"the whole model was not run, since {measured.unrun}")
     parts += [f"not {one}: {_short(why)}" for one, why in {**found.refused, **measured.failed}.items()]
     on = f" on {number(measured.tokens, 'held-out token')}" if losses or errors else ""
     return f"{found.name} took {name}{on}: {'; '.join(parts) or 'the only rule that is possible here'}"
@@ -176,9 +184,14 @@ def _short(text: str) -> str:
 
 def _given(calib: Any, data: Any) -> Calibration | None:
     """A calibration that was made before."""
-    if isinstance(calib, str | Path) and str(calib).endswith(".safetensors"):
-        calib = Calibration.load(Path(calib))
-    return calib if isinstance(calib, Calibration) and data is None else None
+    if not _is_calibration(calib, data):
+        return None
+    return calib if isinstance(calib, Calibration) else Calibration.load(Path(calib))
+
+
+def _is_calibration(calib: Any, data: Any) -> bool:
+    file = isinstance(calib, str | Path) and str(calib).endswith(".safetensors")
+    return data is None and (file or isinstance(calib, Calibration))
 
 
 def _as_calibrated(found: Candidates, given: Calibration) -> Chosen:

@@ -58,7 +58,7 @@ class OutputErrors(Watch):
 
     def _error(self, one: QuantizerBinding, written: Array) -> float:
         name = one.site.weight
-        plain = torch.from_numpy(to_float32(self._source.read(name), self._source.specs[name].dtype))
+        plain = torch.tensor(to_float32(self._source.read(name), self._source.specs[name].dtype))  # a copy
         moved, gram = torch.from_numpy(written).sub_(plain), self._grams[one.module].cpu()
         if one.site.layout == "in_out":
             plain, moved = plain.T, moved.T

@@ -6,7 +6,8 @@ First the outputs of each matrix, then those of the whole model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from bridge.core.values import Format
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
 from bridge.quant.describe import chosen_words
+from bridge.quant.schemes.catalog import RULE
 from bridge.quant.schemes.scheme import Scheme
 
 NATS = "nats a token"
@@ -30,7 +32,7 @@ class Measured:
     """What the rules cost, by name. `calibrations`: of rules that need one. `failed`: rules without, and why.
 
     `errors`: mean over the matrices of |error of outputs|^2 / |outputs|^2. `losses`: of the whole model, in `unit`, of
-    the rules with the least errors; empty if the whole model does not fit into memory.
+    the rules with the least errors; empty if the whole model is not run, and `unrun` says why.
     """
 
     calibrations: Mapping[str, Calibration]
@@ -39,22 +41,40 @@ class Measured:
     losses: Mapping[str, float]
     unit: str
     tokens: int
+    unrun: str = ""
 
 
-def measure(found: Candidates, job: CalibrationJob, whole: bool) -> Measured:
-    """Calibrate, and measure. `job`: of the first rule, with held-out data. `whole`: the whole model fits into memory.
+def measure(found: Candidates, job: CalibrationJob) -> Measured:
+    """Calibrate, and measure. `job`: of the first rule, with held-out data.
 
     Raises:
         CalibrationError: no rule can be calibrated.
     """
+    unrun = _why_not_whole(found, job) if len(found.rules) > 1 else ""
     calibrations, failed = _calibrations(found, job)
     rules = [one for one in found.rules if one.name not in failed]
     errors = _errors(rules, calibrations, job) if len(rules) > 1 else {}
     ranked = sorted(rules, key=lambda one: errors.get(one.name, 0.0))
     finalists = ranked[:FINALISTS] if errors else ranked
-    losses, unit = ({}, "") if not whole or len(rules) == 1 else _losses(finalists, calibrations, job)
+    losses, unit = ({}, "") if unrun or len(rules) == 1 else _losses(finalists, calibrations, job)
     tokens = sum(int(next(iter(batch.values())).shape[:2].numel()) for batch in job.data.held_out)
-    return Measured(calibrations, failed, errors, losses, unit, tokens)
+    return Measured(calibrations, failed, errors, losses, unit, tokens, unrun)
+
+
+def _why_not_whole(found: Candidates, job: CalibrationJob) -> str:
+    """Why the whole model cannot be run under every rule; "" if it can. Asked before calibrations, which take long."""
+    from bridge.calibration.calibrate import choose_strategy
+    from bridge.calibration.requirements import source_for
+    from bridge.sources.live_models.checkpoint_names import live_names, tied_names
+    from bridge.verification.simulated.inputs import hidden_input
+
+    source = job.source
+    if choose_strategy(replace(job, source=source_for(source, "fp32"), free=None)).blocks:
+        return "it does not fit into memory"
+    skeleton = source.load_skeleton()
+    origins, tied = live_names(skeleton, source.specs), tied_names(skeleton)
+    hidden = (hidden_input(one.plan, job.structure, origins, tied) for one in found.rules)
+    return next((f"no hook quantizes {what}" for what in hidden if what), "")
 
 
 def serves(calibration: Calibration, plan: Plan, scheme: Scheme) -> bool:
@@ -79,8 +99,8 @@ def made_for(calibration: Calibration, scheme: Scheme) -> Calibration:
         return Calibration(provenance, held_out=held)
     squares = calibration.input_square if any(form.weighted for form in scheme.formats) else {}
     return replace(
-        calibration, provenance=provenance, weight_codes={}, block_scales={}, weight_amax={}, input_square=squares,
-        held_out=held,
+        calibration, provenance=provenance, weight_codes={}, block_scales={}, weight_amax={}, scale_factor={},
+        learned_loss={}, input_square=squares, held_out=held,
     )  # fmt: skip
 
 
@@ -100,9 +120,14 @@ def _calibrations(found: Candidates, job: CalibrationJob) -> tuple[dict[str, Cal
             continue
         needed = {module for step in one.plan.quantized for module in step.modules}
         try:
-            made[one.name] = calibrate(replace(job, scheme=one.scheme, needed=needed))
+            partial = job.partial and job.partial / one.name.rpartition(RULE)[2]  # a job of its own
+            made[one.name] = calibrate(replace(job, scheme=one.scheme, needed=needed, partial=partial))
         except CalibrationError as cause:
             failed[one.name], error = str(cause), cause
+        finally:
+            with suppress(OSError):  # it holds what a killed run goes on from
+                if job.partial:
+                    job.partial.rmdir()
     if error and len(failed) == len(found.rules):
         raise error
     return made, failed
@@ -144,7 +169,6 @@ def _losses(
     from bridge.calibration.reference_outputs import runner
     from bridge.calibration.requirements import source_for
     from bridge.sources.live_models.checkpoint_names import live_names, tied_names
-    from bridge.verification.simulated.codes import write_tensor
     from bridge.verification.simulated.decoded import Decoded
     from bridge.verification.simulated.inputs import FakeInputs, input_codes
 
@@ -158,14 +182,33 @@ def _losses(
     for at, one in enumerate(rules):
         job.progress(at, FINALISTS, "compare rules")
         calibration = calibrations.get(one.name)
-        for name, array in Decoded(one.plan, calibration, source).tensors().items():
-            write_tensor(array, origins[name], params)
         inputs = FakeInputs(model, input_codes(one.plan, calibration, job.structure, origins, tied))
         try:
-            losses[one.name] = _loss(plain, run, job, kl)
+            with _written(Decoded(one.plan, calibration, source).tensors(), origins, params):
+                losses[one.name] = _loss(plain, run, job, kl)
         finally:
             inputs.remove()
     return losses, NATS if kl else OUTPUTS
+
+
+@contextmanager
+def _written(arrays: dict[str, Any], origins: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[None]:
+    """Parameters with the values of `arrays`, which is emptied, in memory of their own: a caller's model keeps its."""
+    from bridge.verification.simulated.codes import write_tensor
+
+    plain: dict[str, Any] = {}
+    try:
+        while arrays:
+            name, array = arrays.popitem()
+            for live in (part.live for part in origins[name].parts):
+                if live not in plain:
+                    plain[live] = params[live].data
+                    params[live].data = plain[live].clone()
+            write_tensor(array, origins[name], params)
+        yield
+    finally:
+        for live, values in reversed(plain.items()):  # a tied one is there twice, at first as it was
+            params[live].data = values
 
 
 def _loss(plain: Sequence[Any], run: Any, job: CalibrationJob, divergence: bool) -> float:

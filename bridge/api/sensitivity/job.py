@@ -32,7 +32,6 @@ ANYWHERE = Destination()
 # tiny-llama its divergence is a twentieth of that of FP8 at the same bits. int4:imatrix takes one forward, where
 # int4_awq takes 13, and loses less on SmolLM2-135M (KL 0.244 and 0.263).
 DEFAULT = ("nvfp4", "int4:imatrix", "fp8", "int8_wo")
-STACKED = {"int4:imatrix": "int4_wo"}  # no input is seen of experts in one tensor
 
 
 @dataclass(frozen=True)
@@ -155,9 +154,7 @@ def automatic_job(
     source: Source, structure: Structure, schemes: Sequence[str], budget: Budget, kv: str | None, place: Destination
 ) -> Job:
     """The job of `auto:`: of `schemes`, or of those of `DEFAULT` that the target takes and that are simulated here."""
-    stacked = any(site.stacked for site in structure.sites)
-    known = [STACKED.get(name, name) if stacked else name for name in DEFAULT]
-    names = list(schemes) or [name for name in known if not _not_simulated(load_scheme(name))]
+    names = list(schemes) or [name for name in DEFAULT if not _not_simulated(load_scheme(name))]
     _check_several(names, None, "kl")
     named = [s for at, name in enumerate(names) if (s := plans.scheme_of(name, None if at else kv, structure, source))]
     _check_can_run(source, *named)

@@ -27,21 +27,18 @@ from bridge.sources.source import Source
 from bridge.streaming.calibrated_codes import calibrated_rows
 from bridge.streaming.context import ConversionContext, FileSettings
 from bridge.streaming.encode import prepared_weight, weight_amax
+from bridge.streaming.experts import decoded_experts
 from bridge.streaming.rows import Part, Rows
 from bridge.streaming.run import Tasks
 from bridge.streaming.scales import clip_of, importance_of, importance_of_all, row_factor_of, smoothing_of
 
 
 class Decoded:
-    """What the codes of a plan's matrices decode to, as tensors of the checkpoint, without their pre-scales.
-
-    Experts in one tensor with scales of blocks are left out.
-    """
+    """What the codes of a plan's matrices decode to, as tensors of the checkpoint, without their pre-scales."""
 
     def __init__(self, plan: Plan, calibration: Calibration | None, source: Source, again: bool = False) -> None:
         """`source`: its tensors hold the values to encode. `again`: they change between many calls."""
-        coded = [step for step in plan.steps if step.format and step.layout is not Layout.EXPERTS]
-        self._tasks, self._again = [*Tasks(coded, source)], again
+        self._tasks, self._again = [*Tasks(plan.quantized, source)], again
         self._source, self._buffers = source, Buffers()
         work = Work(Path(), {}, io.StringIO())  # nothing is written to it
         self._context = ConversionContext(plan, source, calibration, None, plan.memory, work, FileSettings({}, 1))
@@ -82,8 +79,13 @@ def _sources(step: Step) -> set[str]:
 
 
 def _decoded(step: Step, context: ConversionContext, buffers: Buffers, amax: float | None) -> Array:
-    """What the codes of a step decode to, float32 (rows, columns) as they are read, without its pre-scale."""
+    """What the codes of a step decode to, float32 (rows, columns) as they are read, without its pre-scale.
+
+    Of experts in one tensor it is that tensor.
+    """
     assert step.format and step.site
+    if step.layout is Layout.EXPERTS:
+        return decoded_experts(step, context, amax if has_tensor_scale(step.format) else None)
     spec, rows, _ = prepared_weight(step, context, buffers)
     whole, numeric = step.layout is Layout.WHOLE, step.format.weight
     layout, transpose = (step.site.layout, step.transpose) if whole else ("out_in", False)
@@ -134,6 +136,8 @@ def _pieces(step: Step, context: ConversionContext, buffers: Buffers, amax: floa
 
 def _value_positions(step: Step, specs: Mapping[str, TensorSpec]) -> list[tuple[str, slice, Any]]:
     """For each source tensor of a step: its rows in the step's matrix, and where their values lie in the tensor."""
+    if step.layout is Layout.EXPERTS:
+        return [(step.source, slice(None), slice(None))]
     rows = Rows(step, _numbers(specs), Buffers())
     if step.layout is Layout.WHOLE:
         found: list[tuple[str, slice, Any]] = []

@@ -5,13 +5,13 @@ The gradient goes through, but not where an input lies beyond a static amax.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.calibration.quantizers import bind
+from bridge.calibration.quantizers import QuantizerBinding, bind
 from bridge.core.errors import SchemeError
 from bridge.core.values import Format, Numeric, Structure
 from bridge.planning.plan import Plan, Step
@@ -74,29 +74,40 @@ def input_codes(
     tied: Mapping[str, str],
 ) -> dict[str, InputCodes]:
     """Live module -> how its input is quantized; SchemeError for inputs that no module of the model has."""
-    sites = {site.module: site for site in structure.sites}
     found: dict[str, InputCodes] = {}
-    for step in plan.quantized:
-        assert step.format
-        if step.format.input is None:
-            continue
+    if hidden := hidden_input(plan, structure, origins, tied):
+        raise SchemeError(f"quant={plan.scheme} quantizes {hidden}; take a scheme of weights only")
+    for step, bindings in _quantized_inputs(plan, structure, origins, tied):
         own = _codes_of(step, plan, calibration)
-        for module in step.modules:
-            form: dict[str, Format | str] = {module: step.format}
-            for binding in bind([sites[module]], form, origins, tied):
-                if binding.expert is not None or binding.site.stacked:
-                    raise SchemeError(
-                        f"quant={plan.scheme} quantizes the inputs of experts ({module}), which are inside one "
-                        "module of transformers; take a scheme of weights only"
-                    )
-                other = found.setdefault(binding.module, own)
-                if not own.same_as(other):
-                    raise SchemeError(
-                        f"quant={plan.scheme}: {binding.module} is one matrix in memory, and its parts have inputs of "
-                        f"other scales (amax {other.amax:g} and {own.amax:g}, or factors of channels); take a "
-                        "scheme of weights only"
-                    )
+        for binding in bindings:
+            other = found.setdefault(binding.module, own)
+            if not own.same_as(other):
+                raise SchemeError(
+                    f"quant={plan.scheme}: {binding.module} is one matrix in memory, and its parts have inputs of "
+                    f"other scales (amax {other.amax:g} and {own.amax:g}, or factors of channels); take a "
+                    "scheme of weights only"
+                )
     return found
+
+
+def hidden_input(plan: Plan, structure: Structure, origins: Mapping[str, Origin], tied: Mapping[str, str]) -> str:
+    """The quantized inputs that no module of the model has alone, in words; "" without any."""
+    for _, bindings in _quantized_inputs(plan, structure, origins, tied):
+        for binding in bindings:
+            if binding.expert is not None or binding.site.stacked:
+                return f"the inputs of experts ({binding.site.module}), which are inside one module of transformers"
+    return ""
+
+
+def _quantized_inputs(
+    plan: Plan, structure: Structure, origins: Mapping[str, Origin], tied: Mapping[str, str]
+) -> Iterator[tuple[Step, list[QuantizerBinding]]]:
+    """The steps whose inputs are quantized, with the modules of the model that have them."""
+    sites = {site.module: site for site in structure.sites}
+    for step in plan.quantized:
+        if step.format and step.format.input:
+            formats: dict[str, Format | str] = dict.fromkeys(step.modules, step.format)
+            yield step, bind([sites[module] for module in step.modules], formats, origins, tied)
 
 
 def _codes_of(step: Step, plan: Plan, calibration: Calibration | None) -> InputCodes:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import bridge
+from bridge.api.conversion import RunOptions, run
+from bridge.api.request import Request
+from bridge.calibration.job import CalibrationJob
 from bridge.core.dtypes import to_float32
 from bridge.core.errors import CalibrationError, SchemeError, UsageError
 from bridge.quant.calibration import Calibration
@@ -51,6 +56,8 @@ def test_a_plan_names_the_rules_what_they_cost_and_those_that_are_impossible() -
         ({"candidates": "gptq,awqq"}, UsageError, r"candidates='gptq,awqq' \(--candidates\): int4 has no rule 'awqq'"),
         ({"candidates": ""}, UsageError, "int4 has no rule ''"),
         ({"candidates": [], "quant": "int4"}, UsageError, "int4 has no rule ''"),
+        ({"candidates": 5}, UsageError, r"candidates=5 \(--candidates\): give names of rules"),
+        ({"candidates": ["gptq", 3]}, UsageError, r"candidates=\['gptq', 3\] \(--candidates\): give names"),
         ({"candidates": "gptq,rtn", "format": "modelopt"}, UsageError, "int4:gptq is impossible here: .*either sign"),
         ({"candidates": "gptq", "format": "modelopt"}, bridge.BridgeError, "either sign"),
         ({"candidates": "gptq", "quant": "int4:gptq"}, UsageError, "narrows the choice .* quant is 'int4:gptq'"),
@@ -163,6 +170,103 @@ def test_a_calibration_is_stripped_to_that_of_the_rule(chosen: Path) -> None:
     of_imatrix = Calibration.load(chosen / "imatrix" / "bridge" / "calibration.safetensors")
     assert made_for(of_gptq, load_scheme("int4:imatrix")).digest == of_imatrix.digest
     assert not made_for(of_gptq, load_scheme("int4:rtn")).input_square
+    learned = {"scale_factor": {"a": np.ones((2, 1), np.float32)}, "learned_loss": {"b": np.ones(2, np.float32)}}
+    assert made_for(replace(of_gptq, **learned), load_scheme("int4:imatrix")).digest == of_imatrix.digest
+
+
+def test_a_calibration_of_the_best_rule_serves_processes_that_share_one(chosen: Path, tmp_path: Path) -> None:
+    saved = chosen / "best" / "bridge" / "calibration.safetensors"
+
+    def request(**words: Any) -> Request:
+        options = {"format": "compressed-tensors"}
+        return Request(LLAMA, "hf", "int4:best", options=options, verify=False, **words)
+
+    heard: list[Any] = []
+    first: Any = SimpleNamespace(first=True, agree=heard.append)
+    report = run(request(calib=saved, out=tmp_path / "out"), RunOptions(workers=first))
+    assert report.scheme == "int4:gptq" and heard == [False, report.to_json()]
+    other: Any = SimpleNamespace(first=False, agree=lambda _: [heard.pop(0)])
+    assert run(request(calib=saved, out=tmp_path / "out"), RunOptions(workers=other)) == report
+    for words in ({}, {"data": "corpus.jsonl"}):
+        with pytest.raises(UsageError, match="measures rules in one process"):
+            run(request(out=tmp_path / "new", **words), RunOptions(workers=other))
+
+
+def test_each_rule_keeps_its_unfinished_blocks_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from bridge.api import conversion
+    from bridge.calibration.walk.resume import unfinished
+
+    def calibrate(job: CalibrationJob) -> Calibration:
+        with unfinished(job) as partial:
+            assert partial
+            done.append((job.scheme.name, len(partial.blocks)))
+            partial.blocks or partial._work.mark("block 0", {})
+            if killed and len(done) == 2:
+                raise KeyboardInterrupt
+        raise CalibrationError(f"{job.scheme.name} ended")
+
+    monkeypatch.setattr(conversion, "calibrate", calibrate)
+    words: dict[str, Any] = {"samples": 4, "sequence": 64, "progress": False, "candidates": "gptq,signround"}
+    killed, done = True, list[tuple[str, int]]()
+    with pytest.raises(KeyboardInterrupt):
+        bridge.calibrate(LLAMA, "int4:best", partial=tmp_path / "kept", **words)
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == [done[-1][0].partition(":")[2]]
+    killed = False
+    with pytest.raises(CalibrationError, match="ended"):
+        bridge.calibrate(LLAMA, "int4:best", partial=tmp_path / "kept", **words)
+    assert {name for name, _ in done[2:]} == {"int4:gptq", "int4:signround"} and not list(tmp_path.iterdir())
+
+
+def batches(rows: int) -> list[Any]:
+    torch = pytest.importorskip("torch")
+    return [{"input_ids": ids[None]} for ids in torch.randint(3, 90, (rows, 32), generator=torch.Generator())]
+
+
+def test_a_float32_model_in_memory_is_measured_from_its_own_weights_and_keeps_them(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from tests.models.decoder_families import build
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = build("LlamaForCausalLM", torch.float32, head_dim=32, **sizes)
+    model.save_pretrained(tmp_path)
+    words: dict[str, Any] = {"candidates": "imatrix,rtn", "progress": False}
+    rules = [bridge.calibrate(one, "int4:best", batches(8), **words).provenance.rule for one in (tmp_path, model)]
+    assert "KL " in rules[0] and rules[0] == rules[1]
+    assert all(torch.equal(weight, one) for weight, one in zip(*map(weights_of, (model, tmp_path)), strict=True))
+
+
+def weights_of(model: Any) -> list[Any]:
+    own = open_source(model).load_model() if isinstance(model, Path) else model
+    return [weight for _, weight in sorted(own.state_dict().items())]
+
+
+def test_matrices_of_one_rule_are_plain_again_under_another() -> None:
+    torch = pytest.importorskip("torch")
+    from bridge.api.best.measure import _written
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight  # tied
+    params = dict(model.named_parameters(remove_duplicate=False))
+    origins = {name: SimpleNamespace(parts=[SimpleNamespace(live=name, of=lambda data: data)]) for name in params}
+    plain = {name: (weight.data.clone(), weight.data_ptr()) for name, weight in params.items()}
+    with _written({name: np.zeros(weight.shape, np.float32) for name, weight in params.items()}, origins, params):
+        assert not any(weight.any() for weight in params.values())
+    for name, weight in params.items():
+        assert torch.equal(weight, plain[name][0]) and weight.data_ptr() == plain[name][1]
+
+
+def test_rules_with_quantized_inputs_of_experts_are_judged_by_errors_of_outputs() -> None:
+    torch = pytest.importorskip("torch")
+    from tests.models.decoder_families import build
+
+    model = build(
+        "MixtralForCausalLM", torch.float32, hidden_size=64, intermediate_size=64, head_dim=16, num_hidden_layers=1
+    )
+    made = bridge.calibrate(model, "nvfp4:best", batches(8), candidates="imatrix,mse", progress=False)
+    rule = made.provenance.rule
+    assert "errors of matrices' outputs" in rule and "KL" not in rule
+    assert "the whole model was not run, since no hook quantizes the inputs of experts (model.layers.0" in rule
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -121,6 +122,33 @@ def test_auto_keeps_the_fallback_to_smaller_blocks() -> None:
         job = automatic_job(source, structure_of(source), names, budget, None, place)
         (int4,) = [scheme for scheme in job.schemes if scheme.name.startswith("int4")]
         assert int4.weight[0].block == (64,)
+
+
+def test_experts_in_one_tensor_cost_what_their_file_does(tmp_path: Path) -> None:
+    """What is measured of a stack is what the written file decodes to."""
+    from bridge.verification.simulated.decoded import Decoded
+    from tests.models.decoder_families import build
+
+    source = open_source(build("GptOssForCausalLM", torch.float32, hidden_size=64, intermediate_size=64, head_dim=16))
+    ids = torch.randint(3, 90, (8, 32), generator=torch.Generator())
+    made = bridge.calibrate(source, "nvfp4_wo:imatrix", [{"input_ids": ids}], progress=False)
+    bridge.convert(source, "hf", "nvfp4_wo:imatrix", tmp_path / "out", calib=made, verify=False, progress=False)
+    plan = load_manifest(tmp_path / "out").plan
+    ours, written = Decoded(plan, made, source).tensors(), Rebuilt(tmp_path / "out", plan)
+    assert [name for name in ours if name.endswith("experts.down_proj")]
+    for name, values in ours.items():
+        assert np.array_equal(values, to_float32(written.read(name), written.specs[name].dtype)), name
+    found = bridge.sensitivity(source, "nvfp4_wo:imatrix", target="hf", data=[{"input_ids": ids}], progress=False)
+    costs = [layer.cost for layer in found.layers if "experts" in layer.name]
+    assert costs and min(costs) > 0
+
+
+def test_auto_takes_the_importance_of_experts_in_one_tensor() -> None:
+    from tests.models.decoder_families import build
+
+    source = open_source(build("GptOssForCausalLM", torch.float32, hidden_size=128, intermediate_size=128, head_dim=32))
+    job = automatic_job(source, structure_of(source), [], parse_budget("9bits"), None, Destination("trt"))
+    assert "int4:imatrix" in job.named
 
 
 def test_block_errors_are_not_measured_of_rules() -> None:
