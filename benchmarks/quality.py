@@ -42,9 +42,10 @@ from bridge.api.request import data_of
 from bridge.calibration.data import Sampling
 from bridge.core.errors import BridgeWarning
 from bridge.core.mappings import mappings
-from bridge.quant.schemes.catalog import RULE, scheme_names
+from bridge.quant.schemes.catalog import best_names, layout_of, scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.quality import KINDS, MODELS, PLAIN, Quality, Rows, read_quality
+from bridge.targets import load_target, make_options
 
 ACCELERATE = Path(__file__).parent.parent / ".venv" / "peft"  # `make oracles`; transformers asks for it to load GGUF
 BUILD = Path(__file__).parent.parent / "build" / "quality"
@@ -64,10 +65,13 @@ code = subprocess.call(sys.argv[2:])
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
 json.dump([code, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024], open(sys.argv[1], "w"))
 """
+MLX = ["--vocabulary", "keep", "--dtype", "fp16"]  # as other targets: the layers alone
+FOR_MLX = ("mxfp8_wo",)  # no program loads what hf writes of it
 REASONS = {
     "matches no weight": "it quantizes no module of this model",
     "is no multiple of": "rows of this model are no multiple of its blocks",
     "compressed-tensors has only Linear": "Conv1D has no layout with scales of either sign",
+    "mlx.toml has no layout for": "MLX has no layout for this model",
     "has no layout for": "GGUF has no layout for this model",
 }
 
@@ -84,14 +88,24 @@ class Asked:
 def convert_words(row: str, bench: Bench, out: Path, report: bool = False) -> list[str]:
     """The command that writes one row of a scheme."""
     name, *options = row.split()
-    target = "gguf" if name.startswith("q") else "hf"  # llama.cpp's names of its blocks
+    target, best = target_of(name), layout_of(name) is not None  # measures rules on data
     words = [sys.executable, "-P", "-m", "bridge", "convert", str(bench.path), "--target", target, "--quant", name]
-    if RULE in name and "--format" not in options:
-        options += ["--format", "compressed-tensors"]  # takes scales of either sign
-    if bench.calibration and (report or load_scheme(name).needs_calibration):
+    words += MLX if target == "mlx" else []
+    if bench.calibration and (report or best or load_scheme(name).needs_calibration):
         options += ["--data", str(bench.calibration), "--compute", "fp32"]
     verify = [] if report else ["--no-verify"]
     return [*words, *options, "--out", str(out), *verify, "--quiet", "--overwrite", "--no-resume"]
+
+
+def target_of(name: str) -> str:
+    """Where a row is written: llama.cpp's blocks in GGUF, and what no checkpoint of target hf holds for MLX."""
+    if name.startswith(("q", "iq")):  # llama.cpp's names of its blocks and file types
+        return "gguf"
+    if layout_of(name):
+        return "hf"
+    hf, scheme = load_target("hf"), load_scheme(name)
+    fits = not any(hf.why_unsupported(form, make_options(hf, {})) for form in scheme.formats)
+    return "hf" if fits and name not in FOR_MLX else "mlx"
 
 
 def peer_words(row: str, bench: Bench, out: Path) -> list[str]:
@@ -204,7 +218,7 @@ def main(given: argparse.Namespace) -> None:
     warnings.simplefilter("ignore", BridgeWarning)  # the default text is meant
     given.build.mkdir(parents=True, exist_ok=True)
     path = given.table or mappings() / "quality.toml"
-    every = [PLAIN, *scheme_names(), *PEERS]
+    every = [PLAIN, *scheme_names(), *best_names(), *PEERS]
     asked = Asked(given.task, given.report, given.packages)
     for model in given.model:
         bench = Bench(model, given.build)

@@ -1,7 +1,8 @@
 """A written file -> a model in float32, by other programs' readers, or by formulas that stand here.
 
 compressed-tensors decompresses its layouts, transformers loads GGUF, ONNX Runtime runs its graphs. FP4, ModelOpt's
-layout and GPTQ's, which nothing dequantizes to float32 on a CPU, are decoded here. No decoder of the package is used.
+layout, GPTQ's and MLX's, which nothing dequantizes to float32 on a CPU here, are decoded by formulas. No decoder of the
+package is used.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Layout:
     """What a `quantization_config` says: how to decode a matrix, and how its inputs are quantized."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.method, self.config = config["quant_method"], config
+        self.method, self.config = config.get("quant_method", "mlx"), config  # MLX's has no name
         if self.method == "compressed-tensors":
             from compressed_tensors.quantization import QuantizationConfig
 
@@ -75,11 +76,13 @@ class Layout:
             wide = {name: _wide(part) for name, part in parts.items()}
             compressor = BaseCompressor.get_value_from_registry(self.group.format or self.compressed.format)
             return compressor.decompress(wide, self.group)["weight"].float()
+        if self.method == "mlx":
+            return mlx_weight(parts, self.config["bits"])
         return gptq_weight(parts, self.config["bits"]) if self.method == "gptq" else modelopt_weight(parts)
 
     def input(self, parts: Parts) -> Quantize | None:
         """How inputs are quantized; None if they are not."""
-        if self.method == "gptq":
+        if self.method in ("gptq", "mlx"):
             return None
         found = self._compressed_input(parts) if self.method == "compressed-tensors" else self._modelopt_input(parts)
         if "pre_quant_scale" not in parts:
@@ -158,6 +161,19 @@ def gptq_weight(parts: Parts, bits: int) -> torch.Tensor:
     each = len(codes) // len(zeros)
     group = parts["g_idx"].long() if "g_idx" in parts else torch.arange(len(codes)) // each
     return ((codes - zeros[group]) * parts["scales"].float()[group]).T
+
+
+def mlx_weight(parts: Parts, bits: int) -> torch.Tensor:
+    """MLX's layout: codes follow each other in the bits of 32-bit words, the lowest first; MXFP8 has no biases."""
+    words, scales = parts["weight"].view(torch.uint8), parts["scales"]
+    if "biases" not in parts:
+        values, scale = words.view(torch.float8_e4m3fn).float(), torch.exp2(scales.float() - 127)
+        return values * scale.repeat_interleave(values.shape[1] // scale.shape[1], 1)
+    ones = (words[..., None] >> torch.arange(8)) & 1  # out, bytes, bits
+    codes = (ones.flatten(1).unflatten(1, (-1, bits)) << torch.arange(bits)).sum(-1)
+    each = codes.shape[1] // scales.shape[1]
+    scale, bias = (parts[name].float().repeat_interleave(each, 1) for name in ("scales", "biases"))
+    return codes * scale + bias
 
 
 def _fill(model: Any, stored: dict[str, torch.Tensor], layout: Layout | None) -> None:

@@ -19,15 +19,18 @@ _PACKAGES = ("torchvision", "num2words", "pillow", "sentencepiece")
 
 
 def with_images(
-    directory: Path, text: str, images: Sequence[str | Path], *, chat: bool
+    directory: Path, text: str, images: Sequence[str | Path], said: Sequence[Mapping[str, str]] = ()
 ) -> tuple[list[int], dict[str, np.ndarray]]:
-    """The ids of a prompt, and what the processor makes of the images. `chat`: in the model's chat template."""
+    """The ids of a prompt, and what the processor makes of the images.
+
+    `said`: the messages of a chat, the last of which is `text`; they go through the model's chat template.
+    """
     processor = _processor(directory)
-    return _made(directory, processor, text, "image", {"images": [_opened(Path(image)) for image in images]}, chat)
+    return _made(directory, processor, text, "image", {"images": [_opened(Path(image)) for image in images]}, said)
 
 
 def with_sounds(
-    directory: Path, text: str, sounds: Sequence[str | Path], *, chat: bool
+    directory: Path, text: str, sounds: Sequence[str | Path], said: Sequence[Mapping[str, str]] = ()
 ) -> tuple[list[int], dict[str, np.ndarray]]:
     """As `with_images`, of sounds."""
     processor = _processor(directory, what="sound")
@@ -37,7 +40,7 @@ def with_sounds(
             "and feed the graphs from your program, as genai_config.json joins them"
         )
     heard = _heard(processor.feature_extractor, sounds)
-    return _made(directory, processor, text, "audio", heard, chat)
+    return _made(directory, processor, text, "audio", heard, said)
 
 
 def image_alone(directory: Path, images: Sequence[str | Path], text: str) -> tuple[str, dict[str, np.ndarray]]:
@@ -80,20 +83,28 @@ def _heard(extractor: Any, sounds: Sequence[str | Path]) -> dict[str, Any]:
 
 
 def _made(
-    directory: Path, processor: Any, text: str, kind: str, given: Mapping[str, Any], chat: bool
+    directory: Path,
+    processor: Any,
+    text: str,
+    kind: str,
+    given: Mapping[str, Any],
+    said: Sequence[Mapping[str, str]],
 ) -> tuple[list[int], dict[str, np.ndarray]]:
     """The ids of a prompt with files of one kind, "image" or "audio", and what the processor makes of these."""
     of, media = ("images", given["images"]) if kind == "image" else ("sound", given["audio"])
-    if chat:
+    if said:
         if not getattr(processor, "chat_template", None):
             raise UsageError(f"{directory}: the processor has no chat template; leave out chat (--chat)")
-        said = [{"role": "user", "content": [*[{"type": kind}] * len(media), {"type": "text", "text": text}]}]
+        shown: list[dict[str, str]] = [{"type": kind}] * len(media)  # before what the user says last
+        texts = [{"type": "text", "text": one["content"]} for one in said]
+        chat = [{**one, "content": [content]} for one, content in zip(said, texts, strict=True)]
+        chat[-1] = {**said[-1], "content": [*shown, texts[-1]]}
         try:
-            text = processor.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+            text = processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise errors of their own
             raise SourceError(f"{directory}: the chat template refused the text and its {of}: {error}") from error
     try:
-        made = dict(processor(text=text, **given, return_tensors="np", add_special_tokens=not chat))
+        made = dict(processor(text=text, **given, return_tensors="np", add_special_tokens=not said))
     except Exception as error:  # processors raise errors of their own
         word = getattr(processor, f"{kind}_token", f"its {kind} token")
         raise UsageError(

@@ -21,7 +21,7 @@ from bridge.planning.passthrough import PassthroughScheme
 from bridge.planning.plan import Layout, Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration, of_expert
-from bridge.quant.describe import chosen_words
+from bridge.quant.describe import chosen_words, explained, smoothed_words
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.checkpoint import as_stored
 from bridge.sources.opening import open_source
@@ -281,6 +281,7 @@ def given_calibration(
         )
     calib.require(formats, attention, scheme.kv)
     calib.check()
+    _check_smoothing(calib, plan_, scheme)
     _check_lengths(calib, plan_)
     _check_codes(calib, plan_, source, structure)
     if calib.input_square and not any(format_.watched for format_ in scheme.formats):
@@ -317,6 +318,26 @@ def _check_codes(calib: Calibration, plan_: Plan, source: Source, structure: Str
         raise CalibrationError(
             f"the calibration holds codes or scales that were chosen for other weights than those of {source.where}; "
             "calibrate this model"
+        )
+
+
+def _check_smoothing(calib: Calibration, plan_: Plan, scheme: Scheme) -> None:
+    """CalibrationError if AWQ searched its pre-scales for other codes than the plan's.
+
+    Older calibrations do not say for which: they serve blocks that nobody asked for by size or zero points.
+    """
+    made, digest = calib.provenance.smoothed, calib.provenance.scheme_digest
+    wanted = {words for s in plan_.quantized if s.format and (words := smoothed_words([s.format]))}
+    asked = scheme.sized or any(numeric.zero_points for form in scheme.formats for numeric in form.weight)
+    if not made and (not asked or digest in ("", scheme.digest)):
+        return
+    if other := sorted(wanted - {*made.split(", ")}):
+        of = (
+            " and ".join(map(explained, made.split(", "))) if made else f"{calib.provenance.scheme} as it is by default"
+        )
+        raise CalibrationError(
+            f"the pre-scales of the calibration were searched by AWQ for {of}, and scheme {plan_.scheme} takes "
+            f"{explained(other[0])}; calibrate with the same group= (--group) and zero_points= (--zero-points)"
         )
 
 

@@ -110,9 +110,9 @@ def _prompt(
     if not text:
         raise UsageError(_EMPTY)
     if images:
-        return with_images(words.directory, text, images, chat=bool(said))
+        return with_images(words.directory, text, images, said)
     if sounds:
-        return with_sounds(words.directory, text, sounds, chat=bool(said))
+        return with_sounds(words.directory, text, sounds, said)
     return words.chat(said) if said else words.encode(text), {}
 
 

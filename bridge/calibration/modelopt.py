@@ -60,7 +60,7 @@ from bridge.core.values import Structure
 from bridge.core.version import install as install_extra
 from bridge.core.version import loads_transformers, versions_of
 from bridge.quant.calibration import Calibration, HeldOut, Provenance
-from bridge.quant.describe import chosen_words
+from bridge.quant.describe import chosen_words, smoothed_words
 from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_measured
 from bridge.sources.source import Source
 
@@ -127,6 +127,7 @@ def provenance_of(job: CalibrationJob, model: Any, used: Sequence[str] = PACKAGE
         sequence=job.data.sequence,
         versions=versions_of(used),
         codes=chosen_words(job.scheme.formats),
+        smoothed=smoothed_words(job.scheme.formats),
     )
 
 

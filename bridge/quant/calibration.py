@@ -51,7 +51,8 @@ class Provenance:
     `dtype` is the model's: statistics are taken in it and stored as float32, which represents all three dtypes exactly.
     `chosen`: why so many samples, if samples="auto" chose them. `weights`: a digest of the weights that codes were
     chosen for, `codes`: the formats that they were chosen in (`describe.chosen_words`); both "" without such codes.
-    `rule`: why this scheme, if a name such as int4:best chose it by measurement.
+    `rule`: why this scheme, if a name such as int4:best chose it by measurement. `smoothed`: the codes that AWQ
+    searched its pre-scales for (`describe.smoothed_words`).
     """
 
     scheme: str
@@ -67,6 +68,7 @@ class Provenance:
     weights: str = ""
     codes: str = ""
     rule: str = ""
+    smoothed: str = ""
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,7 @@ class Calibration(Displayed):
         return {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in arrays.items()}
 
     def _metadata(self) -> dict[str, str]:
-        optional = ("chosen", "weights", "codes", "rule")
+        optional = ("chosen", "weights", "codes", "rule", "smoothed")
         provenance = {name: value for name, value in asdict(self.provenance).items() if name not in optional or value}
         header: dict[str, Any] = {"provenance": provenance, "applied": [asdict(a) for a in self.applied]}
         if self.held_out:
@@ -321,7 +323,9 @@ def _parse(metadata: Mapping[str, str], arrays: Mapping[str, Any]) -> Calibratio
     return Calibration(
         provenance=typed(
             Provenance,
-            {"chosen": "", "weights": "", "codes": "", "rule": "", **said} if isinstance(said, dict) else said,
+            {"chosen": "", "weights": "", "codes": "", "rule": "", "smoothed": "", **said}
+            if isinstance(said, dict)
+            else said,
         ),
         **statistics,
         applied=typed(tuple[Applied, ...], header["applied"]),

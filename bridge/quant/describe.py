@@ -68,6 +68,11 @@ def chosen_words(formats: Iterable[Format]) -> str:
     return ", ".join(sorted(words))
 
 
+def smoothed_words(formats: Iterable[Format]) -> str:
+    """The codes that AWQ searches its pre-scales for, "" without any: `int4 block 128`; clips of blocks come later."""
+    return ", ".join(sorted({numeric_words(f.weight[0]) for f in formats if f.algorithm in ("awq", "awq_full")}))
+
+
 def rounding_words(format_: Format, bound: float = 0.0) -> str:
     """By which rule the codes of a weight are chosen. `bound`: see `Encoding.bound`.
 

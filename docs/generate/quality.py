@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import BridgeError
+from bridge.core.values import AFFINE
 from bridge.planning.contract_files import runtimes
 from bridge.quant.describe import input_bits, nominal_bits
-from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.catalog import layout_of, rules_of, scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.quality import (
     DITHERED,
@@ -18,12 +19,14 @@ from bridge.quant.schemes.quality import (
     KINDS,
     PLAIN,
     Quality,
+    Rows,
     read_quality,
 )  # fmt: skip
 from bridge.quant.schemes.scheme import Scheme
 from docs.generate.matrix import address, table
 
 NOT = "not measured"
+OLDER = "*"  # behind a figure, for what `older_words` says
 BESIDE = "schemes/"  # links of the page that stands beside the schemes' own
 SMALL = ("tiny-llama", "tiny-gpt2")
 (ENCODER,) = EMBEDDING
@@ -55,7 +58,18 @@ def peers() -> str:
     """A row for each other program, in the same order."""
     found = read_quality(KINDS[1])
     rows = [_row(name, found[name], "") for name in sorted(found, key=lambda name: _order(found[name], None))]
-    return table([head for head in _heads("program", "") if head], [[*row[:2], *row[3:]] for row in rows])
+    made = table([head for head in _heads("program", "") if head], [[*row[:2], *row[3:]] for row in rows])
+    return "\n\n".join(filter(None, [made, _on_example(found)]))
+
+
+def _on_example(found: Rows) -> str:
+    """The figures of programs that were measured on the first example model alone, beside `int4:rtn` there."""
+    model = SMALL[0]
+    alone = {name: rows[model] for name, rows in found.items() if not {*rows} & {GIVEN, DITHERED} and model in rows}
+    figures = [f"`{name}` {_cell(one, 'kl', '.4f')} ({_cell(one, 'bits', '.2f')} bits)" for name, one in alone.items()]
+    beside = _cell(read_quality().get("int4:rtn", {}).get(model), "kl", ".4f")
+    text = f"Measured on {model} alone, by KL: {', '.join(figures)}; `int4:rtn` of `bridge` {beside} there."
+    return text if alone else ""
 
 
 def small() -> str:
@@ -78,7 +92,18 @@ def small() -> str:
     rows.append(["unquantized", "16", "16", "no", "0", ends[0], "0", ends[1], "1", "0"])
     columns = ["scheme", "bits", "of inputs", "data", f"{first}: KL", "perplexity", f"{second}: KL", "perplexity"]
     whys = " ".join(f"[{mark}] {why[0].upper()}{why[1:]}." for why, mark in notes.items())
-    return f"{table([*columns, f'{ENCODER}: cosine', 'error'], rows)}\n\n{whys}"
+    made = table([*columns, f"{ENCODER}: cosine", "error"], rows)
+    return "\n\n".join(filter(None, [made, older_words(made), whys]))
+
+
+def older_words(made: str) -> str:
+    """What the mark of older figures means, "" for a table without any."""
+    return (
+        "\\* Measured before the other figures, not by other programs: the weights were decoded by the codecs of this "
+        "package, inputs were quantized by them, too, and bits are those of the plan."
+        if f"\\{OLDER}" in made
+        else ""
+    )
 
 
 def tasks() -> str:
@@ -110,7 +135,8 @@ def reports() -> str:
                 rise = math.log(quality.perplexity / plain)
                 rows.append([_link(name), model, f"{quality.reported:.4f}", f"{rise:.4f}", _cell(quality, "kl", ".4f")])
     heads = ["scheme", "model", "rise by the report", "rise measured", "KL measured"]
-    return table(heads, rows) if rows else f"{NOT}."
+    made = table(heads, rows)
+    return "\n\n".join(filter(None, [made, older_words(made)])) if rows else f"{NOT}."
 
 
 def picks() -> str:
@@ -173,7 +199,8 @@ def _cell(quality: Quality | None, figure: str, form: str, notes: dict[str, int]
     if quality.why:
         return f"[{notes.setdefault(quality.why, len(notes) + 1)}]" if notes is not None else quality.why
     value = getattr(quality, figure)
-    return "" if value is None else format(value, form)
+    mark = f"\\{OLDER}" if quality.older and figure in ("kl", "cosine") else ""
+    return "" if value is None else f"{value:{form}}{mark}"
 
 
 def _least(names: list[str]) -> str:
@@ -198,7 +225,8 @@ def _data(name: str) -> str:
     if name == PLAIN:
         return "no"
     try:
-        return "yes" if load_scheme(name.split()[0]).needs_calibration else "no"
+        measured = layout_of(name.split()[0]) is not None
+        return "yes" if measured or _scheme(name).needs_calibration else "no"
     except BridgeError:  # a scheme that is no longer there
         return ""
 
@@ -208,11 +236,19 @@ def _link(name: str, base: str = "") -> str:
 
 
 def _code_bits(scheme: Scheme) -> int:
-    return DTYPES[scheme.weight[0].dtype].bits
+    dtype = scheme.weight[0].dtype
+    return AFFINE.get(dtype) or DTYPES[dtype].bits
 
 
 def _bits(name: str) -> float:
-    return next(_all_bits(read_quality().get(name, {})), nominal_bits(load_scheme(name.split()[0])))
+    return next(_all_bits(read_quality().get(name, {})), nominal_bits(_scheme(name)))
+
+
+def _scheme(row: str) -> Scheme:
+    """The scheme of a row; of `int4:best` one of the rules that it chooses from, which have the same bits."""
+    name = row.split()[0]
+    path = layout_of(name)
+    return load_scheme(f"{path.stem}:{rules_of(path)[0]}" if path else name)
 
 
 def _all_bits(found: dict[str, Quality]) -> Iterator[float]:

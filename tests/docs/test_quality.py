@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bridge.core.errors import TableError
+from bridge.core.mappings import table_files
 from bridge.planning.contract_files import runtimes
 from bridge.quant.describe import nominal_bits
-from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.catalog import best_names, scheme_names, without_data
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.quality import DITHERED, EMBEDDING, GIVEN, KINDS, LANGUAGE, PLAIN, Quality, read_quality
+from bridge.quant.schemes.scheme import Scheme
 from docs.generate import quality
 
 ROWS = {
@@ -22,7 +26,7 @@ ROWS = {
 def test_every_row_is_a_scheme_with_options_of_convert_or_a_peer() -> None:
     from benchmarks.evaluation.peers import PEERS
 
-    assert {name.split()[0] for name in read_quality()} - {PLAIN} <= set(scheme_names())
+    assert {name.split()[0] for name in read_quality()} - {PLAIN} <= {*scheme_names(), *best_names()}
     assert set(read_quality(KINDS[1])) <= set(PEERS)
 
 
@@ -81,10 +85,56 @@ def test_tasks_rank_rows_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reports_are_held_against_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {
         PLAIN: {DITHERED: Quality(kl=0.0, perplexity=20.0)},
-        "fp8": {DITHERED: Quality(kl=0.25, perplexity=22.0, reported=0.125)},
+        "fp8": {DITHERED: Quality(kl=0.25, perplexity=22.0, agreement=0.9, reported=0.125)},
     }
     monkeypatch.setattr(quality, "read_quality", lambda kind=KINDS[0]: rows if kind == KINDS[0] else {})
     assert "| 0.1250 | 0.0953 | 0.2500 |" in quality.reports()
+
+
+def test_figures_of_the_older_reader_have_a_mark_and_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {PLAIN: {model: Quality(kl=0.0, perplexity=20.0) for model in quality.SMALL}}
+    rows["fp8"] = {"tiny-llama": Quality(bits=8.0, kl=0.25, perplexity=22.0)}
+    rows["int8"] = {"tiny-llama": Quality(bits=8.0, megabytes=2.8, kl=0.5, perplexity=23.0, agreement=0.9)}
+    monkeypatch.setattr(quality, "read_quality", lambda kind=KINDS[0]: rows if kind == KINDS[0] else {})
+    lines = {line.split("`")[1]: line for line in quality.small().splitlines() if "`" in line}
+    assert r"| 0.2500\* | 22.00 |" in lines["fp8"] and "| 0.5000 | 23.00 |" in lines["int8"]
+    assert quality.small().count("the weights were decoded by the codecs of this package") == 1
+    del rows["fp8"]
+    assert "codecs" not in quality.small()
+
+
+def test_programs_that_were_measured_on_an_example_alone_are_named_with_their_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_example = Quality(bits=4.125, megabytes=1.4, kl=0.25, perplexity=22.0, agreement=0.9)
+    rows = {KINDS[0]: {"int4:rtn": {"tiny-llama": replace(on_example, kl=0.125)}}, KINDS[1]: {}}
+    monkeypatch.setattr(quality, "read_quality", lambda kind=KINDS[0]: rows[kind])
+    rows[KINDS[1]] = {"AutoRound 20": {"tiny-llama": on_example}, "GPTQ": {DITHERED: on_example}}
+    said = quality.peers().splitlines()[-1]
+    assert said == (
+        "Measured on tiny-llama alone, by KL: `AutoRound 20` 0.2500 (4.12 bits); `int4:rtn` of `bridge` 0.1250 there."
+    )
+
+
+def test_the_best_rule_without_data_is_that_of_the_table() -> None:
+    """Against every scheme of the same weights that takes no data, on the real model where it was measured."""
+    found = read_quality()
+    free = {name: one for name in scheme_names() if not (one := load_scheme(name)).needs_calibration and not one.only}
+    for path in table_files("rules"):
+        if not (best := without_data(path)):
+            continue
+        scheme = free[best]
+        like = {name for name, one in free.items() if layout(one) == layout(scheme)}
+        models = [
+            model for model in (DITHERED, "tiny-llama") if found.get(best, {}).get(model, Quality()).kl is not None
+        ]
+        assert models, f"{best} was not measured"
+        kls = {name: row.kl for name in like if (row := found[name].get(models[0])) and row.kl is not None}
+        assert len(kls) > 1 and kls[best] == min(kls.values()), (best, models[0], kls)
+
+
+def layout(scheme: Scheme) -> tuple[Any, ...]:
+    return (*(replace(one, search="") for one in scheme.weight), scheme.input, scheme.algorithm, scheme.rounding)
 
 
 def test_what_is_picked_is_a_scheme_and_says_its_figures() -> None:

@@ -22,7 +22,11 @@ from benchmarks.evaluation.reading import read, tensors
 from benchmarks.evaluation.tasks import ENDS, items, write_task
 from benchmarks.evaluation.text import ARTICLE, NEWS, WIKIPEDIA, Text, plain, read_text, windows
 from benchmarks.leave_one_out import alone, rounded
+from bridge.core.errors import BridgeError
+from bridge.quant.codec.decode import decode
+from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.quality import DITHERED, KINDS, PLAIN, Quality, read_quality
+from bridge.streaming.written import OutputReader
 from bridge.targets.hf.runtime import Rebuilt
 from bridge.targets.manifest import load_manifest
 from tests.blocks import ROOT
@@ -213,12 +217,57 @@ def test_a_row_is_written_and_read_and_keeps_what_was_not_measured_again(tmp_pat
     assert read_quality(path=path)[PLAIN][DITHERED] == Quality(why="no")
 
 
-def test_commands_say_data_format_and_options(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quant", ["affine3", "affine4", "mxfp8_wo", "int4:rtn"])
+def test_mlxs_files_are_read_as_our_own_decoder_reads_them(quant: str, tmp_path: Path) -> None:
+    options = {"vocabulary": "keep", "dtype": "fp16"}
+    bridge.convert(LLAMA, "mlx", quant, tmp_path / "out", verify=False, progress=False, **options)
+    model, plan = read(tmp_path / "out", LLAMA, language=True), load_manifest(tmp_path / "out").plan
+    output = OutputReader(plan, tmp_path / "out")
+    for step in plan.quantized:
+        assert step.format
+        arrays = {"codes" if one.part == "weight" else one.part: output.read(one) for one in step.outputs}
+        weight = model.get_parameter(step.source).detach().numpy()
+        ours = decode(arrays, step.format.weight, weight.shape, coding=step.coding)
+        # code * scale + bias is rounded once here and twice there
+        assert np.allclose(weight, ours, rtol=1e-5, atol=1e-6), step.source
+
+
+@pytest.mark.parametrize(
+    ("row", "target", "data"),
+    [
+        ("affine2", "mlx", False), ("mxfp8_wo", "mlx", False), ("iq4_nl", "gguf", False), ("q4_0", "gguf", False),
+        ("q4_k_m:imatrix", "gguf", True), ("int4:best", "hf", True), ("int4", "hf", True), ("int4:rtn", "hf", False),
+        ("nvfp4_wo:gptq", "hf", True), ("fp8_block_dynamic", "hf", False), ("ct:W4A16", "hf", False),
+    ],
+)  # fmt: skip
+def test_a_row_is_written_where_its_scheme_fits_and_gets_data_if_it_takes_any(
+    row: str, target: str, data: bool, tmp_path: Path
+) -> None:
+    bench = Bench("tiny-llama", tmp_path)
+    bench.calibration = tmp_path / "calibration.jsonl"
+    words = quality.convert_words(row, bench, tmp_path / "out")
+    assert words[words.index("--target") + 1] == target and words[words.index("--quant") + 1] == row
+    assert ("--data" in words) == data and "--format" not in words  # hf chooses the first that holds the scheme
+    assert ("keep" in words and "fp16" in words) == (target == "mlx")
+
+
+@pytest.mark.parametrize("row", scheme_names())
+def test_every_row_is_planned_or_refused_for_a_reason_that_is_known(row: str) -> None:
+    target = quality.target_of(row)
+    options = {"vocabulary": "keep", "dtype": "fp16"} if target == "mlx" else {}
+    for source in (LLAMA, GPT2):
+        try:
+            bridge.plan(source, target, row, **options)
+        except BridgeError as error:
+            assert quality.reason(str(error))
+
+
+def test_commands_say_data_and_options(tmp_path: Path) -> None:
     bench = Bench("tiny-llama", tmp_path)
     bench.calibration = tmp_path / "calibration.jsonl"
     words = quality.convert_words("int4:gptq --group 32", bench, tmp_path / "out")
     assert words[words.index("--quant") + 1] == "int4:gptq" and words[words.index("--group") + 1] == "32"
-    assert words[words.index("--format") + 1] == "compressed-tensors" and "--data" in words and "--no-verify" in words
+    assert "--data" in words and "--no-verify" in words
     words = quality.convert_words("q8_0", bench, tmp_path / "out", report=True)
     assert words[words.index("--target") + 1] == "gguf" and "--no-verify" not in words and "--data" in words
     assert "--data" not in quality.convert_words("int8_wo", bench, tmp_path / "out")

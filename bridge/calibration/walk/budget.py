@@ -111,7 +111,7 @@ class Need:
 
     `states`: activations between blocks. `experts`: as `blocks` without any. `codes`: of the codes and scales that are
     chosen, which a run by blocks keeps in a file; part of `whole`. `offloaded`: of the states, what a device leaves to
-    the memory of its host while it waits.
+    the memory of its host while it waits. `walks`: the model runs block by block whatever memory there is.
     """
 
     whole: int
@@ -120,6 +120,7 @@ class Need:
     experts: Parts
     codes: int = 0
     offloaded: int = 0
+    walks: bool = False
 
     def share(self, budget: int) -> int:
         """Return how many bytes of the activations stay in memory, if a budget is at least `least`."""
@@ -132,6 +133,8 @@ class Need:
 
     def line(self) -> str:
         """The figures, for a plan; of a small model one, because blocks would save nothing."""
+        if self.walks:
+            return f"calibration takes {size(self.blocks.held)} block by block {self.blocks}"
         if self.least >= self.whole:
             return f"calibration takes {size(self.whole)} of memory for the whole model"
         line = (
@@ -209,7 +212,8 @@ def calibration_need(
 
     blocks, experts = parts(block_sizes(specs.values())), parts(part_sizes(specs.values()), paused)
     offloaded = states if tokens.batch * width * item >= STAYS else 0
-    made = Need(whole, states, blocks, experts, codes, offloaded)
+    walks = any(form.ordered for form in scheme.formats) and not scheme.needs_modelopt
+    made = Need(whole, states, blocks, experts, codes, offloaded, walks)
     # an importance matrix is collected from whole layers, as are clips and codes
     looks = any(form.watched or form.clipped or form.chosen for form in scheme.formats)
     return made if experts.in_files < blocks.in_files and not looks else made.uncut
@@ -222,7 +226,7 @@ def streams_of(scheme: Scheme, sites: Sequence[Site] = ()) -> int:
     """
     found = known_formats(sites, scheme).values() if sites else scheme.formats
     formats = [form for form in found if isinstance(form, Format) and not is_unknown(form)]
-    learned = 3 * any(form.learned for form in formats)  # two streams, and the outputs of one block
+    learned = 3 * any(form.learned for form in scheme.formats)  # two streams, and the outputs of one block
     return max(1, learned, schedule_of(scheme, formats, scheme.kv is not None).count)
 
 
@@ -333,7 +337,7 @@ def choice(found: Need, memory: int | None) -> str:
     given = available_memory() if memory is None else memory
     try:
         way, budget = "the whole model at once", memory_of(memory, given)
-        if by_blocks(found, memory, given):
+        if by_blocks(found, memory, given) or found.walks:
             way = "expert by expert" if found.cuts(budget) else "block by block"
             if spilled := found.states - found.share(budget):
                 way += f", with {size(spilled)} of activations in files beside the output"

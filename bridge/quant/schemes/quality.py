@@ -43,6 +43,11 @@ class Quality:
     memory: float | None = None
     why: str = ""
 
+    @property
+    def older(self) -> bool:
+        """Whether it was measured before rows had sizes and agreement: weights were decoded by this package."""
+        return not self.why and self.agreement is None and self.megabytes is None
+
 
 Rows = dict[str, dict[str, Quality]]  # a scheme with its options, or a peer -> model -> quality
 

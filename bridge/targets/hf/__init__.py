@@ -246,8 +246,8 @@ def _why_lacking(name: str, format_: Format) -> str:
         return f"--format {name} has no zero points here; leave --format out, or use {' or '.join(ZERO_POINTS)}"
     if why := spelling(name).why_unsupported(format_):
         return why
-    either = format_.weight[0].search == EITHER
-    if either and format_.ordered and not spelling(name).coding(format_, _ANY, "float16", "float16").signed:
+    either = format_.ordered and format_.weight[0].search == EITHER  # of FP4 all scales are positive
+    if either and not spelling(name).coding(format_, _ANY, "float16", "float16").signed:
         return CHOSEN_CODES
     return ""
 

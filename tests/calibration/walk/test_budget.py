@@ -76,6 +76,20 @@ def test_as_many_streams_are_counted_as_a_walk_holds(
     assert streams_of(scheme) == streams_of(scheme, structure.sites) == len(walk.streams.data)
 
 
+def test_what_signround_holds_of_a_block_is_counted() -> None:
+    """Inputs of the block from the plain and from the quantized layers before it, and the plain outputs to learn by."""
+    source, scheme = open_source(TINY), load_scheme("int4:signround")
+    assert streams_of(scheme) == streams_of(scheme, structure_of(source).sites) == 3
+    assert streams_of(load_scheme("int4:gptq")) == 1
+
+
+@pytest.mark.parametrize("quant", ["int4:gptq", "int4:signround"])
+def test_a_plan_says_that_codes_chosen_by_columns_walk_whatever_memory_there_is(quant: str) -> None:
+    said = bridge.plan(TINY, "hf", quant, memory="8GB").calibration
+    assert said.startswith("calibration takes ") and said.endswith("block by block")
+    assert "whole model" not in said
+
+
 @pytest.mark.parametrize("quant", ["fp8", "int8", "int8_sq"])
 def test_a_plan_counts_the_rows_that_the_scheme_calibrates_with(quant: str) -> None:
     source, scheme = open_source(TINY), load_scheme(quant)
