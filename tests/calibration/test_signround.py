@@ -226,7 +226,7 @@ def test_wrong_steps_and_another_codes_are_refused(model: Any, calibration: Cali
             model, "hf", scheme(rule="int4:gptq"), tmp_path / "out", calib=calibration, format="awq", progress=False
         )
     with pytest.raises(BridgeError, match="codes for scales of either sign"):
-        bridge.plan(model, "hf", scheme())
+        bridge.plan(model, "hf", scheme(), format="modelopt")
 
 
 def test_a_loop_of_the_users_own_is_refused(model: Any) -> None:
