@@ -188,5 +188,5 @@ def test_gptq_takes_one_weight_in_blocks_along_in(tmp_path: Path) -> None:
     text = (ROOT / "mappings" / "schemes" / "int4_gptq.toml").read_text()
     recipe = tmp_path / "mine.toml"
     recipe.write_text(text.replace('per   = "block"\nblock = [128]', 'per   = "channel"'))
-    with pytest.raises(SchemeError, match=r"'gptq' is for one \[\[weight\]\] of INT4 or NVFP4"):
+    with pytest.raises(SchemeError, match=r"'gptq' is for one \[\[weight\]\] of INT4 or FP4"):
         bridge.plan(LLAMA, "hf", recipe)
