@@ -75,10 +75,10 @@ def run(
     return first if beside is None else replace(first, beside=one(beside, None))
 
 
-def chat_of(text: str, system: str | None) -> list[dict[str, str]]:
+def chat_of(text: str | None, system: str | None) -> list[dict[str, str]]:
     """The messages of a chat that begins."""
     given = {"system": system, "user": text}
-    return [{"role": role, "content": content} for role, content in given.items() if content]
+    return [{"role": role, "content": content} for role, content in given.items() if content is not None]
 
 
 def _listed(files: str | Path | Sequence[str | Path] | None) -> list[str | Path]:

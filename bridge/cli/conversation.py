@@ -43,7 +43,7 @@ def talk(terminal: Terminal, out: str, *, system: str | None, beside: str | None
         raise UsageError("a conversation is of texts; give a text, or leave out --image and --audio")
     settings = settings_of(YOU, given["tokens"], given["temperature"], given["seed"])
     speaker = Speaker(out)
-    said = chat_of("", system)
+    said = chat_of(None, system)
     while text := _line(terminal):
         said.append({"role": "user", "content": text})
         answer = speaker.answer(speaker.words.chat(said), settings, stream=terminal.write)
