@@ -27,7 +27,7 @@ EXACT: tuple[tuple[str, str, str | None, dict[str, Any]], ...] = (
     ("llama", "hf", "fp8_pc_pt", {"format": "compressed-tensors"}), ("llama", "hf", "int8_wo", {}),
     ("llama", "gguf", "q8_0", {}), ("llama", "gguf", "q4_0", {}), ("llama", "trtllm", "int8_wo", {"tp": 2}),
     ("gpt2", "tripy", "int8_wo", {}), ("llama", "megatron", None, {}), ("llama", "torchtitan", None, {}),
-    ("memory", "hf", "int8_wo", {}), ("MixtralForCausalLM", "hf", "int8_wo", {}),
+    ("memory", "hf", "int8_wo", {}), ("MixtralForCausalLM", "hf", "int8_wo", {}), ("llama", "mlx", "affine4", {}),
 )  # fmt: skip
 RUN: tuple[tuple[str, str, str | None, dict[str, Any]], ...] = (
     ("llama", "hf", "int8_sq", {}), ("llama", "hf", "fp8", {"kv": "fp8"}), ("llama", "trt", "fp8", {}),

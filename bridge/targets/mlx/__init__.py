@@ -34,7 +34,7 @@ VOCABULARY = ("keep", "quantize")
 class MlxOptions:
     """Options of target `mlx`."""
 
-    dtype: str | None = option(None, "fp16, bf16, fp32 of scales and of what stays unquantized; default: source's")
+    dtype: str | None = option(None, "fp16, bf16, fp32 of float parts; default: source's")
     vocabulary: str = option("quantize", "embedding and head: quantize as mlx_lm.convert does, or keep")
     shard_size: str = option("5GiB", "maximum size of a weight file: 300MB, 5GiB")
 
