@@ -226,7 +226,7 @@ def _formats(inputs: PlanInputs) -> tuple[dict[str, Format | str], dict[str, lis
                 format_ = replace(format_, algorithm="max")  # what it measures, pre-scales or errors, is not known
         if isinstance(format_, Format):
             kept = target.why_kept(format_, site)
-            reason = "" if kept else _why_numbers(format_, target) or target.why_unsupported(format_, options)
+            reason = "" if kept else target.why_unsupported(format_, options) or _why_numbers(format_, target)
             if site.stacked and not (kept or reason):
                 reason = STACKED if copies else target.why_stack_unsupported(format_, site, options)
             if reason:

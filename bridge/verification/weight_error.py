@@ -20,7 +20,7 @@ from bridge.core.values import AFFINE, EITHER, WEIGHTED, Encoding, Numeric
 from bridge.quant.codec import affine, kquants
 from bridge.quant.codec import arrays as _bits
 from bridge.quant.codec.arrays import Array
-from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, STREAM, WORDS, Grid, grid, packing, stored_shapes
+from bridge.quant.codec.blocks import FOUR_BITS, HALF, PLAIN, STREAM, WORDS, Grid, grid, packing, stored_shapes
 from bridge.quant.codec.clip import Clip
 from bridge.quant.codec.decode import by_row, split_blocks, values
 from bridge.quant.codec.encode import Encoder
@@ -225,7 +225,7 @@ class Comparer:
         worst, not_nearest = math.sqrt(float(sums[:, 3].max())), int(sums[:, 4].sum())
         dot, largest = (source + decoded - error) / 2, float(sums[:, 5:].max(initial=0))
         if bias is not None:  # codes under another bias than that of their sign are other codes
-            moved = self._floats(bias) != -affine.HALF[self._first.dtype] * factor.reshape(-1)
+            moved = self._floats(bias) != -HALF[self._first.dtype] * factor.reshape(-1)
             not_nearest += int(moved.sum()) * blocks.across
         found = ErrorSums(dot, source, decoded, error, worst, not_nearest, bits.size, scales)
         if importance is not None:

@@ -14,6 +14,7 @@ import transformers
 import bridge
 from bridge.api import plans as opening
 from bridge.core.errors import PlanError, SchemeError, SourceError, UsageError
+from bridge.core.mappings import mappings
 from bridge.core.parsing.typed_json import typed
 from bridge.planning.plan import Plan
 from bridge.planning.target import Drafted
@@ -128,7 +129,7 @@ def test_dimensions_that_do_not_divide_into_blocks_name_modules_and_remedy(tmp_p
     specs = {n: type(s)(n, shapes[n], s.dtype) for n, s in made.specs.items()}
     source = MadeSource({}, specs, changed)
     recipe = tmp_path / "own.toml"
-    recipe.write_text('base = "int4_wo"\n')
+    recipe.write_text((mappings() / "schemes" / "int4_wo.toml").read_text())
     with pytest.raises(PlanError) as error:
         bridge.plan(source, target="trt", quant=str(recipe))
     text = str(error.value)

@@ -80,7 +80,7 @@ def test_the_command_prints_both() -> None:
         (
             "llama",
             "megatrn",
-            "no dialect named 'megatrn'; known: gguf, megatron, meta, torchtitan, transformers, trtllm; near",
+            "no dialect named 'megatrn'; known: gguf, megatron, meta, mlx, torchtitan, transformers, trtllm; near",
         ),
         ("lama", "meta", "no table for 'lama'"),
         ("lama", None, "nearest: llama"),

@@ -210,7 +210,7 @@ def test_a_student_runs_with_nearly_its_own_weights_for_each_target(target: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["trtllm", "ort"])
 def test_places_of_a_matrix_are_those_of_its_source(target: str) -> None:
-    from bridge.verification.simulated.codes import _value_positions
+    from bridge.verification.simulated.decoded import _value_positions
 
     source = open_source(LLAMA)
     plan = bridge.plan(source, target, "int8_wo")

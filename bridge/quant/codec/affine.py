@@ -9,22 +9,13 @@ import numpy as np
 
 from bridge._kernels.affine import affine, affine_values, pack_bits, unpack_bits
 from bridge._kernels.layout import pack, unpack
-from bridge.core.dtypes import DTYPES, to_float32
+from bridge.core.dtypes import to_float32
 from bridge.core.errors import SourceError
 from bridge.core.values import AFFINE
 from bridge.quant.codec.arrays import Array, cast
+from bridge.quant.codec.blocks import HALF
 
-HALF = {"int8": 128, "int4": 8}  # what is added to signed codes; -HALF * scale is then the bias
 AT_ONCE = 8  # codes of a whole number of bytes, whatever their width
-
-
-def code_bits(dtype: str) -> int:
-    """The bits of a code.
-
-    >>> code_bits("affine3"), code_bits("int4")
-    (3, 4)
-    """
-    return AFFINE.get(dtype) or DTYPES[dtype].bits
 
 
 def is_biased(dtype: str) -> bool:

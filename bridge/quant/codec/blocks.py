@@ -9,6 +9,7 @@ from bridge.core.dtypes import BLOCKS, DTYPES
 from bridge.core.errors import SchemeError
 from bridge.core.values import AFFINE, Encoding, Numeric
 
+HALF = {"int8": 128, "int4": 8}  # what is added to signed codes; -HALF * scale is then the bias
 LAYOUTS = ("out_in", "in_out", "conv")
 FOUR_BITS = ("int4", "float4_e2m1fn")
 IN_INT32 = {"int4": 8, "int8": 4}  # codes in an int32
@@ -157,3 +158,12 @@ def _half(numeric: Numeric, stored: tuple[int, ...], axis: int, name: str) -> in
             "keep this weight in its dtype or choose an 8-bit scheme"
         )
     return stored[axis] // 2
+
+
+def code_bits(dtype: str) -> int:
+    """The bits of a code.
+
+    >>> code_bits("affine3"), code_bits("int4")
+    (3, 4)
+    """
+    return AFFINE.get(dtype) or DTYPES[dtype].bits

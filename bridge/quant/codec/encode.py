@@ -19,7 +19,7 @@ from bridge.core.errors import SchemeError, SourceError
 from bridge.core.values import AFFINE, BY_SIGN, OURS, WEIGHTED, Encoding, Numeric
 from bridge.quant.codec import affine, arrays, ggml, kquants, zero_points
 from bridge.quant.codec.arrays import Array
-from bridge.quant.codec.blocks import PLAIN, STREAM, WORDS, grid, packing, stored_shapes
+from bridge.quant.codec.blocks import HALF, PLAIN, STREAM, WORDS, grid, packing, stored_shapes
 from bridge.quant.codec.clip import Clip
 from bridge.quant.codec.decode import storage
 from bridge.quant.codec.fake_quant import fake_quantized
@@ -162,7 +162,7 @@ class Encoder:
             stored = packed.view(np.int8) if self._plain_int8 else packed
         if "scale" in parts and self._numeric.per == "channel":
             parts["scale"] = parts["scale"].reshape(-1)
-        if self.packed == STREAM and self._numeric.dtype in affine.HALF:
+        if self.packed == STREAM and self._numeric.dtype in HALF:
             parts["bias"] = affine.symmetric_bias(parts["scale"], self._numeric.dtype, self._scale_dtype, self._name)
         return parts | {"codes": stored}
 

@@ -231,7 +231,7 @@ def test_a_card_that_the_hub_refuses_is_told_before_the_work(hub: Hub, monkeypat
 
 @pytest.mark.slow
 def test_a_commit_of_others_meanwhile_is_not_overwritten(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.targets import write as writing
+    from bridge.targets import manifest as writing
 
     write = writing.write
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import bridge
 from bridge.core.dtypes import from_float32
 from bridge.core.errors import BridgeError, PlanError, SchemeError, SourceError, UsageError
+from bridge.core.mappings import mappings
 from bridge.core.values import TensorSpec
 from bridge.quant.calibration import Calibration, Provenance
 from bridge.targets.tripy.lint import audit, lint
@@ -177,8 +178,8 @@ def test_a_kv_cache_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_blocks_that_do_not_divide_are_one_line_with_all_layers(linear: bool, lines: list[str], tmp_path: Path) -> None:
-    recipe = tmp_path / "own.toml"  # of a scheme by name the blocks would be 32
-    recipe.write_text('base = "int4_wo"\n')
+    recipe = tmp_path / "own.toml"  # of a scheme by name, or a recipe, the blocks would be 32
+    recipe.write_text((mappings() / "schemes" / "int4_wo.toml").read_text())
     source = made(CONFIG | {"intermediate_size": 224, "num_key_value_heads": 4})
     with pytest.raises(PlanError) as error:
         bridge.plan(source, "tripy", str(recipe), linear=linear)

@@ -303,7 +303,8 @@ FITTING = [name for name in scheme_names() if not name.startswith(K_QUANTS) and 
 
 @pytest.mark.parametrize("quant", ["none", *FITTING])
 def test_the_arguments_of_a_conversion_are_found_again(quant: str) -> None:
-    target = "gguf" if quant.startswith(("q", "iq")) or quant in ("int4:gptq", "int4:signround") else "hf"
+    others = {"gguf": ("q", "iq", "int4:gptq", "int4:signround"), "mlx": ("affine",)}
+    target = next((name for name, begins in others.items() if quant.startswith(begins)), "hf")
     for kv in (None, "fp8") if quant != "none" and target == "hf" else (None,):
         made = bridge.plan(LLAMA, target, quant, kv=kv)
         again, beside = arguments(made, LLAMA)
