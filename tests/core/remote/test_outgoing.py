@@ -18,7 +18,7 @@ from bridge.core.errors import UsageError, WriteError
 from bridge.core.remote import upload as outgoing
 from bridge.core.remote.objects import Bucket
 from bridge.core.remote.upload_note import NOTE
-from bridge.targets import write as writing
+from bridge.targets import manifest
 from tests.core.remote.s3_client import S3Client
 from tests.core.remote.uploads import OUT, TINY, breaking, convert, there
 
@@ -262,8 +262,8 @@ def test_a_finished_output_is_made_anew_where_its_run_asked_for_less(
     with pytest.raises(WriteError):
         convert(verify="resume" in more)
     made: list[str] = []
-    write = writing.write
-    monkeypatch.setattr(writing, "write", lambda work: (made.append("again"), write(work))[1])
+    write = manifest.write
+    monkeypatch.setattr(manifest, "write", lambda work: (made.append("again"), write(work))[1])
     assert convert(**{"verify": True} | more).parity is not None and made
 
 
