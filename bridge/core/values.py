@@ -260,7 +260,8 @@ class Encoding:
     `bound`: a scale is amax / bound; 0 takes the largest code; of MX, a power of two.
     `reciprocal`: the scale above NVFP4's blocks is stored as 1 / scale (compressed-tensors), and rounded as such unless
     it is `exact`. `least`: the lower bound of KV scales. `values`: the fake-quantized values are stored in this float
-    dtype, like their scales, so that quantizing them again gives the codes (Tripy).
+    dtype, like their scales, so that quantizing them again gives the codes (Tripy). `negative`: scales may be negative,
+    though other readers of this packing refuse that (ONNX Runtime beside TensorRT).
     """
 
     cast: str = ""
@@ -273,12 +274,13 @@ class Encoding:
     least: float = 0.0
     values: str = ""
     exact: bool = later(False)
+    negative: bool = later(False)
 
     @property
     def signed(self) -> bool:
-        """Whether scales may be negative, as AutoRound and MLX write them in words of 32 bits, and llama.cpp
-        in Q4_0."""
-        return self.packed in ("int32", "awq", "uint32", "q4_0")
+        """Whether scales may be negative, as AutoRound and MLX write them in words of 32 bits, llama.cpp in Q4_0, and
+        ONNX Runtime."""
+        return self.negative or self.packed in ("int32", "awq", "uint32", "q4_0")
 
     @property
     def scale_is(self) -> str:

@@ -26,9 +26,10 @@ LLAMA = ROOT / "examples" / "models" / "tiny-llama"
 RULES = ("int4:rtn", "int4:imatrix", "int4:gptq")  # the last: tests/calibration/test_columns.py
 EITHER = [
     ("hf", {"format": "compressed-tensors"}), ("hf", {"format": "awq"}), ("hf", {"format": "gptq"}), ("gguf", {}),
+    ("ort", {}),
 ]  # fmt: skip
 POSITIVE = [("hf", {"format": "modelopt"}), ("trtllm", {})]
-GRAPHS = [pytest.param(target, {}, marks=pytest.mark.product) for target in ("trt", "ort", "tripy")]
+GRAPHS = [pytest.param(target, {}, marks=pytest.mark.product) for target in ("trt", "tripy")]
 SAID = "scales stay positive"
 
 

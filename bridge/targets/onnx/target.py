@@ -44,6 +44,7 @@ class OnnxTarget(StreamedTarget):
     base_memory = 800 << 20  # exporting and stamping, measured on the 1.1 B Llama shape (benchmarks/trt.py)
     reader: str
     int4_blocks: tuple[int, ...]
+    negative_scales = False  # whether the reader takes those of INT4
 
     def why_stack_unsupported(self, format_: Format, site: Site, options: Any) -> str:
         return ""
@@ -121,7 +122,7 @@ class OnnxTarget(StreamedTarget):
         transpose = site.layout == "out_in"
         text = spec.name if not format_.prescales else f"{spec.name} / pre_quant_scale"
         text = f"transpose({text})" if transpose else text
-        coding = _coding(format_, options.dtype or spec.dtype)
+        coding = _coding(format_, options.dtype or spec.dtype, self.negative_scales)
         outputs = _weight_outputs(spec, site, format_, transpose, text, coding)
         if format_.prescales:
             _, in_ = out_in(spec, site)
@@ -209,10 +210,12 @@ def why_no_class(config: Mapping[str, Any]) -> str:
     )
 
 
-def _coding(format_: Format, dtype: str) -> Encoding:
+def _coding(format_: Format, dtype: str, negative_scales: bool) -> Encoding:
     """Scales of blocks have the dtype of the dequantized weight: TensorRT takes no others."""
-    own = format_.weight[0].per == "block" and format_.weight[0].scale_dtype == "float32" and len(format_.weight) == 1
-    return Encoding(scale_dtype=dtype, round_up=True) if own and dtype in ("float16", "bfloat16") else Encoding()
+    first = format_.weight[0]
+    own = first.per == "block" and first.scale_dtype == "float32" and len(format_.weight) == 1
+    coding = Encoding(negative=negative_scales and first.dtype == "int4")
+    return replace(coding, scale_dtype=dtype, round_up=True) if own and dtype in ("float16", "bfloat16") else coding
 
 
 def _weight_outputs(

@@ -35,7 +35,7 @@ LEVEL = 4  # of MatMulNBits' accuracy: activations in 8 bits, as ONNX Runtime ta
 OPSET = 23  # the first with Attention, RotaryEmbedding and RMSNormalization, which fusing starts from
 # Rules of `trt`'s lint that hold for every reader of ONNX with external data; the others are TensorRT's own.
 RULES = (
-    "scale-constant", "scale-positive", "scale-axis", "block-scale", "opset", "ir-version", "border", "missing-value",
+    "scale-constant", "scale-axis", "block-scale", "opset", "ir-version", "border", "missing-value",
     "external-path", "external-file", "external-bounds", "external-overlap", "initializer-data", "safetensors",
     "unused", "checker",
 )  # fmt: skip
@@ -70,6 +70,7 @@ class Ort(OnnxTarget):
     Options = OrtOptions
     reader = "ONNX Runtime"
     int4_blocks = (32, 64, 128)
+    negative_scales = True  # as its own quantizer writes them
     loaded_by = (
         Program(
             "ONNX Runtime",
@@ -140,10 +141,11 @@ class Ort(OnnxTarget):
         return "qbridge run {out} 'The sun is'"
 
     def lint(self, directory: Path, plan: Plan) -> list[str]:
+        from bridge.targets.onnx.lint import EITHER_SIGN, lint
         from bridge.targets.onnx.lint import RULES as ALL
-        from bridge.targets.onnx.lint import lint
 
-        return [str(finding) for finding in lint(directory, rules=[rule for rule in ALL if rule.id in RULES])]
+        rules = [EITHER_SIGN, *(rule for rule in ALL if rule.id in RULES)]
+        return [str(finding) for finding in lint(directory, rules=rules)]
 
     def write(self, context: ConversionContext, directory: Path) -> WriteResult:
         from bridge.targets.onnx.export.light_import import import_onnx_ir

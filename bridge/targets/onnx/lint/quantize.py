@@ -6,7 +6,7 @@ A computed value counts as an activation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -128,27 +128,34 @@ def constant_scales(model: Model, node: Any) -> Messages:
 
 def positive_scales(model: Model) -> Iterator[Problem]:
     """Check the values of every constant scale once; of double-quantized ones the codes and the outer scale."""
+    yield from _unusable(
+        model, _positive, "zero, negative, NaN or infinite: codes lose their value, and TensorRT refuses some; "
+        "give a channel or block of zeros a small positive scale",
+    )  # fmt: skip
+
+
+def scales_of_either_sign(model: Model) -> Iterator[Problem]:
+    """The same where negative scales are read, as ONNX Runtime's own quantizer writes them."""
+    yield from _unusable(
+        model, lambda bits, dtype: np.isfinite(values := to_float32(bits, dtype)) & (values != 0),
+        "zero, NaN or infinite: codes lose their value; give a channel or block of zeros a small scale",
+    )  # fmt: skip
+
+
+def _unusable(model: Model, usable: Callable[[np.ndarray, str], np.ndarray], why: str) -> Iterator[Problem]:
     names = dict.fromkeys(node.input[1] for node in model.of(*OPS))
     for node in model.of(*OPS):
         if (maker := _second_level(model, node)) is not None:
             names[maker.input[0]] = None
     for name in names:
-        tensor = model.constant(name)
-        kind = model.type_of(name)
+        tensor, kind = model.constant(name), model.type_of(name)
         if tensor is None or kind is None:
             continue
-        bad = 0
-        for bits in model.chunks(tensor):
-            bad += int(np.count_nonzero(~_usable(bits, kind.dtype)))
-        if bad:
-            yield Problem(
-                name,
-                f"{bad} scales are zero, negative, NaN or infinite: codes lose their value, and TensorRT refuses some; "
-                "give a channel or block of zeros a small positive scale",
-            )
+        if bad := sum(int(np.count_nonzero(~usable(bits, kind.dtype))) for bits in model.chunks(tensor)):
+            yield Problem(name, f"{bad} scales are {why}")
 
 
-def _usable(bits: np.ndarray, dtype: str) -> np.ndarray:
+def _positive(bits: np.ndarray, dtype: str) -> np.ndarray:
     """Which scales are finite and above zero."""
     usable: np.ndarray
     if dtype == "float8_e8m0fnu":  # no zero, no sign; 0xFF is NaN

@@ -14,7 +14,7 @@ from onnx import TensorProto as T
 from onnx import helper
 
 from bridge.core.errors import VerifyError
-from bridge.targets.onnx.lint import RULES, Finding, lint
+from bridge.targets.onnx.lint import EITHER_SIGN, RULES, Finding, lint
 from tests.targets.onnx.lint.lint_models import (
     Sketch,
     Tensor,
@@ -356,6 +356,15 @@ def test_values_of_weights_are_never_read(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Model, "chunks", lambda self, tensor: read.append(tensor.name) or plain(self, tensor))
     assert lint(nvfp4().write(tmp_path)) == []
     assert sorted(set(read)) == ["w_scale", "w_scale_2"]
+
+
+def test_scales_of_either_sign_pass_where_onnx_runtime_alone_reads(tmp_path: Path) -> None:
+    """Its own quantizer writes negative ones; a scale of zero or NaN stays wrong."""
+    for value, said in ((-0.5, []), (0.0, ["96 scales are zero"]), (float("nan"), ["96 scales are zero"])):
+        sketch = linear()
+        sketch.tensors["w_scale"] = filled(T.FLOAT, (96,), value)
+        found = lint(sketch.write(tmp_path), rules=[EITHER_SIGN])
+        assert [finding.message[: len("96 scales are zero")] for finding in found] == said
 
 
 def test_scales_beyond_one_chunk_are_all_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
