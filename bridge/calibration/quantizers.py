@@ -63,7 +63,8 @@ def known_formats(sites: Iterable[Site], scheme: Scheme) -> dict[str, Format | s
     """Module -> its format, or why ModelOpt sees it unquantized: it does not have llama.cpp's numerics, nor our rules.
 
     Nor does it see convolutions in blocks of weights, which no target writes: its answers are compared with those of
-    what is written. Of FP4's blocks whose scales we choose it measures the inputs, as if the scales were those of amax.
+    what is written. Of FP4's blocks whose scales we choose it measures the inputs, and of INT4's it searches
+    pre-scales, as if the scales were those of amax.
     """
     formats = {site.module: _without_our_scales(scheme.format_of(site)) for site in sites}
     searched = {m for m, form in formats.items() if isinstance(form, Format) and is_unknown(form)}
@@ -78,9 +79,11 @@ def known_formats(sites: Iterable[Site], scheme: Scheme) -> dict[str, Format | s
 
 
 def _without_our_scales(form: Format | str) -> Format | str:
-    if not isinstance(form, Format) or form.weight[0].search != WEIGHTED:
+    ours = isinstance(form, Format) and form.weight[0].search
+    if not isinstance(form, Format) or not (ours == WEIGHTED or (form.prescales and ours in BY_SIGN)):
         return form
-    return replace(form, weight=tuple(replace(one, search="") for one in form.weight), algorithm="max")
+    algorithm = form.algorithm if form.prescales else "max"
+    return replace(form, weight=tuple(replace(one, search="") for one in form.weight), algorithm=algorithm)
 
 
 def is_unknown(form: Format) -> bool:

@@ -84,6 +84,11 @@ def test_convolutions_in_blocks_of_weights_are_written_by_no_target(scheme: str,
     assert isinstance(formats["conv"], Format) == seen
 
 
+def test_pre_scales_of_our_codes_are_those_of_modelopt_s_scheme() -> None:
+    sites = [Site("plain", "plain.weight", "out_in")]
+    assert known_formats(sites, load_scheme("int4:awq")) == known_formats(sites, load_scheme("int4_awq"))
+
+
 def test_attention_whose_arguments_transformers_renamed_is_seen_without_the_decorator() -> None:
     from transformers.utils.deprecation import deprecate_kwarg
 

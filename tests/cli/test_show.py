@@ -253,5 +253,5 @@ def test_a_file_that_is_no_recipe_is_told_what_shows_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["int4", "int4:best", "INT4:Best"])
 def test_the_best_rule_of_a_layout_is_shown_with_its_rules(word: str) -> None:
     data, _ = describe(word)
-    assert data["rules"] == ["int4:rtn", "int4:imatrix", "int4:gptq", "int4:signround"]
+    assert data["rules"] == ["int4:rtn", "int4:imatrix", "int4:gptq", "int4:awq", "int4:signround"]
     assert data["tried"] == ["rtn", "imatrix", "gptq"] and data["without data"] == "int4:rtn"

@@ -150,8 +150,8 @@ def test_names_with_a_colon_are_schemes_in_any_case() -> None:
     names = [name for name in scheme_names() if ":" in name]
     fp4 = [f"{layout}:{rule}" for layout in ("nvfp4", "nvfp4_wo") for rule in ("gptq", "imatrix", "mse")]
     assert names == [
-        "int4:gptq", "int4:imatrix", "int4:rtn", "int4:signround", "mxfp4_wo:gptq", "mxfp4_wo:imatrix", "mxfp4_wo:rtn",
-        *fp4,
+        "int4:awq", "int4:gptq", "int4:imatrix", "int4:rtn", "int4:signround", "mxfp4_wo:gptq",
+        "mxfp4_wo:imatrix", "mxfp4_wo:rtn", *fp4,
     ]  # fmt: skip
     assert load_scheme("INT4:RTN") == load_scheme("int4:rtn")
     assert not load_scheme("int4:rtn").needs_calibration

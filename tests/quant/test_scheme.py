@@ -22,7 +22,7 @@ from bridge.verification.weight_error import compare
 
 ALL = [
     "affine2", "affine3", "affine4", "affine5", "affine6", "affine8", "fp8", "fp8_block", "fp8_block_dynamic",
-    "fp8_pc_pt", "int4:gptq", "int4:imatrix", "int4:rtn", "int4:signround", "int4_awq", "int4_awq_clip",
+    "fp8_pc_pt", "int4:awq", "int4:gptq", "int4:imatrix", "int4:rtn", "int4:signround", "int4_awq", "int4_awq_clip",
     "int4_awq_full", "int4_gptq", "int4_mse", "int4_wo", "int8", "int8_pc_pt", "int8_sq", "int8_wo", "iq4_nl", "iq4_xs",
     "mxfp4", "mxfp4_wo", "mxfp4_wo:gptq", "mxfp4_wo:imatrix", "mxfp4_wo:rtn", "mxfp8", "mxfp8_wo", "nvfp4",
     "nvfp4:gptq", "nvfp4:imatrix", "nvfp4:mse", "nvfp4_awq", "nvfp4_experts_only", "nvfp4_four_over_six", "nvfp4_gptq",
@@ -67,7 +67,7 @@ def test_only_schemes_with_static_activations_pre_scales_importance_or_chosen_co
         "nvfp4:gptq",
     }
     fp4 = {name for name in ALL if "nvfp4" in name and load_scheme(name).input} - {"nvfp4_input_scale1"}
-    int4 = {"int4_awq", "int4_awq_clip", "int4_awq_full", "int4_gptq", "w4a8_awq"}
+    int4 = {"int4:awq", "int4_awq", "int4_awq_clip", "int4_awq_full", "int4_gptq", "w4a8_awq"}
     assert needing == {"fp8", "int8", "int8_sq"} | int4 | fp4 | weighted
     assert not any(load_scheme(name).needs_modelopt for name in weighted)
     assert load_scheme("int8_wo", kv="fp8").needs_calibration

@@ -30,7 +30,7 @@ SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
     "compressed-tensors": ("hf", {"format": "compressed-tensors"}),
     "trtllm": ("trtllm", {}),
 }
-PRESCALED = ("int4_awq", "int4_awq_full", "int8", "int8_sq", "nvfp4_awq", "w4a8_awq")
+PRESCALED = ("int4:awq", "int4_awq", "int4_awq_full", "int8", "int8_sq", "nvfp4_awq", "w4a8_awq")
 # layouts of llama.cpp and MLX
 OTHERS = [name for name in scheme_names() if load_scheme(name).weight[0].dtype in (*SEARCHED, *AFFINE)]
 # (spelling, model) -> what it refuses before it reads a weight, and in which words.
