@@ -353,6 +353,11 @@ class Site:
         return self.layout.startswith("stack")
 
     @property
+    def is_head(self) -> bool:
+        """Whether it computes logits; recipes alone quantize it."""
+        return self.keep.startswith("output head")
+
+    @property
     def experts(self) -> str:
         """The module with all experts of the site's layer; "" if the site is not an expert."""
         if self.stacked:

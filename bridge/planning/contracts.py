@@ -35,7 +35,6 @@ from bridge.tables.architectures.arch import load_arch
 
 # Targets that leave matrices whole: the program that loads them cuts them for its ranks.
 CUT_AT_LOAD = ("hf",)
-HEAD = "output head"  # how `Site.keep` of one begins
 FUSED = "and it is fused with others"
 KEPT = "stays unquantized beside quantized modules, is fused there, and is not read"
 OF_DRAFT = "; it is of a draft layer: use drafts='quantize' (--drafts quantize), or leave the layer out with 'drop'"
@@ -309,7 +308,7 @@ def _signed(plan: Plan) -> list[str]:
 
 def _heads(plan: Plan) -> list[str]:
     """The output heads that are quantized, which a recipe must ask for."""
-    return [step.site.module for step in plan.quantized if step.site and step.site.keep.startswith(HEAD)]
+    return [step.site.module for step in plan.quantized if step.site and step.site.is_head]
 
 
 def _stacked(plan: Plan) -> list[str]:

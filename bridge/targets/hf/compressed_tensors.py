@@ -161,8 +161,10 @@ def quantization_config(plan: Plan) -> dict[str, Any] | None:
     if not alike and not kv:
         return None
     names = {compression(format_) for _, format_ in quantized}
+    heads = [s.site.module for s in plan.quantized if s.site and s.site.is_head]  # no Linear in vLLM
+    every = ["Linear", *heads]
     groups = {
-        f"group_{number}": _group(pairs[0][1], ["Linear"] if len(alike) == 1 else sorted(module for module, _ in pairs))
+        f"group_{number}": _group(pairs[0][1], every if len(alike) == 1 else sorted(module for module, _ in pairs))
         for number, pairs in enumerate(alike)
     }
     return {

@@ -79,7 +79,7 @@ class IntegerWords(WeightOnly):
         problems, block = [], format_.weight[0].block
         if site.layout == "in_out":
             problems.append(f"is stored [in, out] (Conv1D), and loaders of this format have only Linear; {KEEP}")
-        if site.keep.startswith("output head"):
+        if site.is_head:
             problems.append(f"is an output head, which loaders of this format take unquantized; {KEEP}")
         for axis, extent, multiple in zip(("out", "in"), shape, self.multiples(format_), strict=True):
             if extent % multiple:
@@ -248,7 +248,7 @@ def _unquantized(plan: Plan) -> list[str]:
     SGLang's `get_linear_quant_method` takes every other Linear for a quantized one, wherever it is in the model; vLLM's
     asks the dtypes of the stored tensors too.
     """
-    heads = {step.site.module for step in plan.steps if step.site and step.site.keep.startswith("output head")}
+    heads = {step.site.module for step in plan.steps if step.site and step.site.is_head}
     heads |= {name for step in plan.steps if step.site and step.site.module in heads for name in step.site.live}
     heads |= {alias.removesuffix(".weight") for alias in plan.tied}
     return [module for module in ignored(plan) if module not in heads]
