@@ -215,7 +215,11 @@ def _chosen_format(plan: Plan, options: Mapping[str, Any]) -> str:
     if not formats or plan.options["format"] == formats[0]:
         return ""
     either = any(n.search == EITHER for step in plan.quantized if step.format for n in step.format.weight)
-    why = "keeps scales positive" if either else f"does not hold the codes of scheme {plan.scheme}"
+    target = load_target(plan.target)
+    usual = make_options(target, {"format": formats[0]})
+    held = not any(target.why_unsupported(step.format, usual) for step in plan.quantized if step.format)
+    why = f"does not hold the codes of scheme {plan.scheme}"
+    why = "keeps scales positive" if either else "of these codes is loaded by no program" if held else why
     return f"format {plan.options['format']} (--format): {formats[0]} {why}"
 
 
