@@ -320,7 +320,8 @@ FLAGS = {
     ),
     "what": word("WHAT", "schemes, targets, architectures, runtimes, environment; a scheme, table, output or file"),
     "plan.every": switch("one line per tensor instead of one per kind of layer", "--all"),
-    "show.every": switch("one line per tensor; every spelling of a dialect", "--all"),
+    "show.every": switch("every scheme; one line per tensor; every spelling of a dialect", "--all"),
+    "show.runtime": Flag("the program that loads schemes: vllm, sglang ...", names="--for", complete=_complete_runtime),
     "dialect": Flag("a dialect, such as megatron, to show next to an architecture's table"),
     "clear": switch("remove all of it; it is made again if needed"),
 

@@ -1,4 +1,4 @@
-"""Writes the generated parts of README.md, the list of folders and the line of versions: `make readme`."""
+"""Writes the generated parts of README.md: folders, hardware and versions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 from docs.generate.code_map import folders
+from docs.generate.hardware import advice
 from docs.generate.versions import declared
 
 ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
-PARTS = {"folders": folders}
+PARTS = {"folders": folders, "hardware": advice}
 
 
 def generate(text: str) -> str:
