@@ -22,7 +22,7 @@ from bridge.planning.registries import leave_plain, why_too_old
 from bridge.planning.structure import structure_of
 from bridge.quant.schemes.catalog import layout_of, scheme_names
 from bridge.quant.schemes.group_size import check_blocks, with_dividing_blocks, with_group, with_zero_points
-from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.load import check_name, load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.configs.positions import vocabulary_size
 from bridge.sources.opening import open_source
@@ -77,6 +77,7 @@ def plan(
         from bridge.core.remote.upload import check_output
 
         check_output(out, overwrite)
+    check_name(quant)
     source = open_source(model, config, base=base, adapter=adapter)
     if sparse is not None:
         from bridge.sources.pruned.opening import plan_sparse

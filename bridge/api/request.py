@@ -22,6 +22,7 @@ from bridge.planning.plan import Layout, Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration, of_expert
 from bridge.quant.describe import chosen_words, explained, smoothed_words
+from bridge.quant.schemes.load import check_name
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.checkpoint import as_stored
 from bridge.sources.opening import open_source
@@ -124,7 +125,8 @@ class Request:
     """What becomes of a LoRA adapter: "merge", as None, adds it to its base, and "keep" writes it too."""
 
     def source(self) -> Source:
-        """Open the model."""
+        """Open the model, if the scheme's name is known."""
+        check_name(self.quant)
         return open_source(self.model, self.config, self.tokenizer, self.base, self.adapter)
 
 

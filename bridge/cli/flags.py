@@ -125,8 +125,8 @@ def _pairs(text: str) -> str | list[tuple[int, int]] | None:
 
 
 def _schemes(quant: str) -> str | list[str]:
-    """One scheme, or those that commas are between."""
-    return quant.split(",") if "," in quant else quant
+    """One scheme, or those that commas are between; `auto:` has commas of its own."""
+    return quant.split(",") if "," in quant and not quant.startswith("auto:") else quant
 
 
 def _dims(dims: str) -> list[str]:
@@ -167,6 +167,7 @@ FLAGS = {
     "distill.out": Flag("directory to write; default: MODEL-distilled"),
     "repair.out": Flag("a new directory for the mended checkpoint", default=REQUIRED, metavar="NEW"),
     "calibrate.out": Flag("file to write: NAME.safetensors", Path, REQUIRED),
+    "ranking": Flag("JSON file for what was measured, before a recipe is chosen", Path),
     "sensitivity.out": Flag("recipe to write: NAME.toml, for --quant of the other verbs", Path),
     "inspect.out": Flag("directory for inspect.html, .json and .csv", metavar="DIR"),
     "run.out": word("OUT", "a written model, or a chain of steps (.toml)"),
