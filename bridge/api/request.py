@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bridge.api.plans import need_of, passthrough_of, plan_of, scheme_of
+from bridge.api.plans import need_of, passthrough_of, plan_of, planned_hints, scheme_of
 from bridge.calibration.data import DEFAULT, Data, Sampling, check_compute, prepare
 from bridge.core.addresses import check_local
 from bridge.core.errors import BridgeError, CalibrationError, SchemeError, UsageError, warn
@@ -191,7 +191,9 @@ def resolve(source: Source, request: Request) -> ResolvedRequest:
         request.quant, request.kv, structure, source, (request.group, request.zero_points)
     ) or passthrough_of(request.quant, source)
     source = as_stored(source) if isinstance(scheme, PassthroughScheme) else source
-    plan_ = plan_of(source, structure, request.target, scheme, dict(request.options), request.runtime)
+    given = request.target, (request.quant, request.kv), dict(request.options), request.runtime
+    with planned_hints(source, structure, *given):
+        plan_ = plan_of(source, structure, request.target, scheme, dict(request.options), request.runtime)
     if scheme and plan_.calibration and request.sampling != DEFAULT:
         plan_ = replace(plan_, calibration=need_of(source, structure, scheme, request.sampling).line())
     name = f"{source.name}-{plan_.scheme}-{plan_.target}"
