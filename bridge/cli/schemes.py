@@ -1,4 +1,4 @@
-"""`qbridge show schemes`: those to begin with, those of one program, or all."""
+"""List the schemes to begin with, those of one program, or all."""
 
 from __future__ import annotations
 

@@ -240,6 +240,9 @@ def _format_for(scheme: Scheme | None, structure: Structure) -> str:
             holding.append(name)
     contracts = [one for program in runtimes() for one in program.contracts if one.target == "hf"]
     read = {one.options.get("format") for one in contracts if not one.lacks(wanted, structure.architecture)}
+    smoothed = any(format_.prescales for format_ in wanted)
+    if holding and smoothed and any(site.stacked or site.expert is not None for site in structure.sites):
+        return holding[0]  # other formats have no place for the pre-scales of experts
     if holding:
         return next((name for name in holding if name in read), holding[0])
     others = any(format_.rounding or format_.weight[0].zero_points for format_ in wanted)
