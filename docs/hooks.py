@@ -1,12 +1,12 @@
 """Puts the generated parts into the pages. mkdocs calls these functions while it builds; see "Hooks" in its manual.
 
-A page has a mark `<!-- generated: NAME WORDS -->` where a generated part goes. Pages of schemes and of the Python
+A page has a mark `<!-- generated: NAME WORDS -->` where a generated part goes, and behind it the part itself where
+README.md links to the page: see `docs.generate.stored`. Pages of schemes and of the Python
 interface are generated whole.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # mkdocs loads this file 
 
 from mkdocs.structure.files import File, Files
 
-from bridge.quant.schemes.catalog import scheme_names
 from docs.generate import make, pages
-from docs.generate.matrix import address
-
-MARK = re.compile(r"<!-- generated: (?P<words>[^\n]+?) -->")
+from docs.generate.schemes import families
+from docs.generate.stored import MARK
 
 
 def on_config(config: Any) -> Any:
-    """Add the pages of the schemes to their section."""
+    """Add a page for each family of schemes to their section; the pages of schemes are linked from there."""
     (section,) = (entry["Schemes"] for entry in config.nav if "Schemes" in entry)
-    section.extend({name: address(name)} for name in scheme_names())
+    section.extend({title: path} for title, path in families())
     return config
 
 

@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from bridge.cli.main import app
-from bridge.quant.schemes.catalog import scheme_names
 from bridge.sources.opening import KINDS
 from bridge.targets import target_names
 from docs.generate.code_map import KINDS as FOLDED
@@ -34,7 +33,7 @@ def test_the_readme_is_short() -> None:
     assert len(TEXT.splitlines()) <= MAX_LINES
 
 
-def test_the_list_of_folders_is_current() -> None:
+def test_what_is_generated_in_the_readme_is_current() -> None:
     assert generate(TEXT) == TEXT, "run `make readme`"
 
 
@@ -90,18 +89,13 @@ def test_every_command_of_the_readme_is_one_the_parser_takes() -> None:
         assert all(flag in help_ for flag in flags), line
 
 
-def test_the_tables_name_every_source_and_target_and_schemes_that_exist() -> None:
+def test_the_tables_name_every_source_and_target() -> None:
     def cells(heading: str) -> list[list[str]]:
         part = TEXT.partition(f"\n| {heading} |")[2].partition("\n\n")[0]
-        return [
-            re.findall(r"`([\w.]+)`", line.split("|", 2)[1 + (heading == "hardware")]) for line in part.splitlines()[2:]
-        ]
+        return [re.findall(r"`([\w.]+)`", line.split("|", 2)[1]) for line in part.splitlines()[2:]]
 
     for heading, names in (("source", KINDS), ("target", target_names())):
         assert sorted(chain.from_iterable(cells(heading))) == sorted(names), heading
-    assert len(cells("hardware")) == 5
-    for row in cells("hardware"):
-        assert row and {*row} <= {*scheme_names(), *target_names()}
 
 
 def test_every_link_of_the_readme_leads_to_a_file() -> None:

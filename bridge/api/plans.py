@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from bridge.api.advice import code_bits, recommended
 from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
-from bridge.core.errors import PlanError, SchemeError, SourceError, UsageError
+from bridge.core.errors import BridgeError, PlanError, SchemeError, SourceError, UsageError
 from bridge.core.machine import without_collection
 from bridge.core.text import byte_count, number
 from bridge.core.values import EITHER, Structure, main_dtype
@@ -20,15 +22,17 @@ from bridge.planning.passthrough import passthrough_scheme
 from bridge.planning.plan import Plan
 from bridge.planning.registries import leave_plain, why_too_old
 from bridge.planning.structure import structure_of
-from bridge.quant.schemes.catalog import layout_of, scheme_names
+from bridge.quant.schemes.catalog import layout_of
 from bridge.quant.schemes.group_size import check_blocks, with_dividing_blocks, with_group, with_zero_points
-from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.load import check_name, load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.configs.positions import vocabulary_size
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.targets import load_target, make_options, program_of, target_names
 from bridge.targets.hf.spelling import SPELLINGS
+
+MOST_HINTS = 3  # schemes that a refusal names
 
 if TYPE_CHECKING:
     from bridge.calibration.data import Sampling
@@ -77,6 +81,7 @@ def plan(
         from bridge.core.remote.upload import check_output
 
         check_output(out, overwrite)
+    check_name(quant)
     source = open_source(model, config, base=base, adapter=adapter)
     if sparse is not None:
         from bridge.sources.pruned.opening import plan_sparse
@@ -94,7 +99,8 @@ def plan(
     def planned(one: Scheme | None) -> Plan:
         return plan_of(source, structure, target, one, dict(options), runtime)
 
-    scheme, made = _plan_of_words(source, structure, planned, quant, kv, candidates, (group, zero_points))
+    with planned_hints(source, structure, target, (quant, kv), dict(options), runtime):
+        scheme, made = _plan_of_words(source, structure, planned, quant, kv, candidates, (group, zero_points))
     if memory is None:
         return made
     limit = byte_count(memory, "memory=")
@@ -209,13 +215,45 @@ def plan_of(
     raise SchemeError(_refusal(program, scheme, structure.architecture, contracts, refused))
 
 
+@contextmanager
+def planned_hints(
+    source: Source, structure: Structure, target: str, quant: tuple[Any, str | None], options: dict[str, Any],
+    runtime: str | None,
+) -> Iterator[None]:  # fmt: skip
+    """Add to a refusal for a program what it loads of this model instead: schemes that were planned for it.
+
+    quant: the scheme and the KV cache that were asked for.
+    """
+    asked, kv = quant[0] if quant[0] != "none" else None, quant[1]
+    try:
+        yield
+    except (PlanError, SchemeError) as error:
+        program, contracts = contracts_of(target, options, runtime)
+        wanted = code_bits(load_scheme(asked)) if asked and layout_of(asked) is None else 4
+        names = sorted(recommended(program), key=lambda n: code_bits(load_scheme(n)) != wanted) if contracts else []
+        fits: list[str] = []
+        for name in names if asked else ():
+            try:
+                plan_of(source, structure, target, scheme_of(name, kv, structure, source), options, runtime)
+            except BridgeError:
+                continue
+            fits.append(name)
+        if not fits:
+            raise
+        raise type(error)(f"{error}\n  planned for this model: --quant {', '.join(fits[:MOST_HINTS])}") from error
+
+
 def _chosen_format(plan: Plan, options: Mapping[str, Any]) -> str:
     """A sentence on a format of target hf that nobody asked for and that is not the usual one; "" otherwise."""
     formats = [*SPELLINGS] if plan.target == "hf" and options.get("format") is None else []
     if not formats or plan.options["format"] == formats[0]:
         return ""
     either = any(n.search == EITHER for step in plan.quantized if step.format for n in step.format.weight)
-    why = "keeps scales positive" if either else f"does not hold the codes of scheme {plan.scheme}"
+    target = load_target(plan.target)
+    usual = make_options(target, {"format": formats[0]})
+    held = not any(target.why_unsupported(step.format, usual) for step in plan.quantized if step.format)
+    why = f"does not hold the codes of scheme {plan.scheme}"
+    why = "keeps scales positive" if either else "of these codes is loaded by no program" if held else why
     return f"format {plan.options['format']} (--format): {formats[0]} {why}"
 
 
@@ -334,9 +372,7 @@ def _refusal(
     instead = [c.flags() for c in excluded if scheme and not c.lacks(scheme.formats, architecture)]
     lines += [f"this scheme it loads from {'; or from '.join(instead)}"] if instead else []
     if scheme and all(contract.lacks(scheme.formats, architecture) for contract in contracts):
-        others = (load_scheme(name) for name in scheme_names() if name != scheme.name)
-        loaded = [other.name for other in others if not all(c.lacks(other.formats, architecture) for c in contracts)]
-        lines.append(f"schemes that it loads{' there' if excluded else ''}: {', '.join(loaded)}")
+        lines.append(f"`qbridge show schemes --for {program.name} --all` has those that it loads of some model")
     if any(FUSED in reason for reason in refused):
         lines.append(
             "a recipe keeps these matrices, and those that are fused with them, unquantized "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bridge.api.plans import need_of, passthrough_of, plan_of, scheme_of
+from bridge.api.plans import need_of, passthrough_of, plan_of, planned_hints, scheme_of
 from bridge.calibration.data import DEFAULT, Data, Sampling, check_compute, prepare
 from bridge.core.addresses import check_local
 from bridge.core.errors import BridgeError, CalibrationError, SchemeError, UsageError, warn
@@ -22,6 +22,7 @@ from bridge.planning.plan import Layout, Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration, of_expert
 from bridge.quant.describe import chosen_words, explained, smoothed_words
+from bridge.quant.schemes.load import check_name
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.checkpoint import as_stored
 from bridge.sources.opening import open_source
@@ -124,7 +125,8 @@ class Request:
     """What becomes of a LoRA adapter: "merge", as None, adds it to its base, and "keep" writes it too."""
 
     def source(self) -> Source:
-        """Open the model."""
+        """Open the model, if the scheme's name is known."""
+        check_name(self.quant)
         return open_source(self.model, self.config, self.tokenizer, self.base, self.adapter)
 
 
@@ -189,7 +191,9 @@ def resolve(source: Source, request: Request) -> ResolvedRequest:
         request.quant, request.kv, structure, source, (request.group, request.zero_points)
     ) or passthrough_of(request.quant, source)
     source = as_stored(source) if isinstance(scheme, PassthroughScheme) else source
-    plan_ = plan_of(source, structure, request.target, scheme, dict(request.options), request.runtime)
+    given = request.target, (request.quant, request.kv), dict(request.options), request.runtime
+    with planned_hints(source, structure, *given):
+        plan_ = plan_of(source, structure, request.target, scheme, dict(request.options), request.runtime)
     if scheme and plan_.calibration and request.sampling != DEFAULT:
         plan_ = replace(plan_, calibration=need_of(source, structure, scheme, request.sampling).line())
     name = f"{source.name}-{plan_.scheme}-{plan_.target}"

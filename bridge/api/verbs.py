@@ -25,7 +25,7 @@ from bridge.core.remote.opening import written_at
 from bridge.core.text import byte_count
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
-from bridge.quant.schemes.load import check_schemes
+from bridge.quant.schemes.load import check_name, check_schemes
 from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.report import Report
 from bridge.sources.opening import open_source
@@ -99,6 +99,7 @@ def calibrate(
     check_compute(compute)
     limit = None if memory is None else byte_count(memory, "memory=")
     kept = None if partial is None else Path(partial)
+    check_name(quant)
     with joined(workers) as peers:
         callback = callback_of(progress) if peers is None or peers.first else no_progress
         callback(0, 0, "calibrate")  # a tokenizer loads torch, and ModelOpt takes seconds too

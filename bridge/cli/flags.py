@@ -125,8 +125,8 @@ def _pairs(text: str) -> str | list[tuple[int, int]] | None:
 
 
 def _schemes(quant: str) -> str | list[str]:
-    """One scheme, or those that commas are between."""
-    return quant.split(",") if "," in quant else quant
+    """One scheme, or those that commas are between; `auto:` has commas of its own."""
+    return quant.split(",") if "," in quant and not quant.startswith("auto:") else quant
 
 
 def _dims(dims: str) -> list[str]:
@@ -167,6 +167,7 @@ FLAGS = {
     "distill.out": Flag("directory to write; default: MODEL-distilled"),
     "repair.out": Flag("a new directory for the mended checkpoint", default=REQUIRED, metavar="NEW"),
     "calibrate.out": Flag("file to write: NAME.safetensors", Path, REQUIRED),
+    "ranking": Flag("JSON file for what was measured, before a recipe is chosen", Path),
     "sensitivity.out": Flag("recipe to write: NAME.toml, for --quant of the other verbs", Path),
     "inspect.out": Flag("directory for inspect.html, .json and .csv", metavar="DIR"),
     "run.out": word("OUT", "a written model, or a chain of steps (.toml)"),
@@ -320,7 +321,8 @@ FLAGS = {
     ),
     "what": word("WHAT", "schemes, targets, architectures, runtimes, environment; a scheme, table, output or file"),
     "plan.every": switch("one line per tensor instead of one per kind of layer", "--all"),
-    "show.every": switch("one line per tensor; every spelling of a dialect", "--all"),
+    "show.every": switch("every scheme; one line per tensor; every spelling of a dialect", "--all"),
+    "show.runtime": Flag("the program that loads schemes: vllm, sglang ...", names="--for", complete=_complete_runtime),
     "dialect": Flag("a dialect, such as megatron, to show next to an architecture's table"),
     "clear": switch("remove all of it; it is made again if needed"),
 

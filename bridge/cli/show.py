@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 
+from bridge.cli.schemes import scheme_data, schemes
 from bridge.cli.terminal import Terminal
 from bridge.cli.verb import no_bars, verb
 from bridge.core.addresses import check_length, is_remote
@@ -22,7 +22,7 @@ from bridge.core.values import plain
 from bridge.planning.contract_files import runtimes
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
-from bridge.quant.describe import input_bits, needs, nominal_bits, numeric, weights
+from bridge.quant.describe import needs, numeric, weights
 from bridge.quant.schemes.catalog import (
     BEST,
     RULE,
@@ -34,8 +34,8 @@ from bridge.quant.schemes.catalog import (
 )
 from bridge.quant.schemes.grammar import Gate
 from bridge.quant.schemes.load import load_scheme
-from bridge.quant.schemes.quality import DITHERED, TITLES, Quality, read_quality
-from bridge.quant.schemes.scheme import Rule, Scheme
+from bridge.quant.schemes.quality import TITLES, Quality, read_quality
+from bridge.quant.schemes.scheme import Rule
 from bridge.reporting.columns import Columns
 from bridge.reporting.plan_table import plan_table
 from bridge.reporting.report import report_from_dict, report_table
@@ -45,14 +45,16 @@ from bridge.tables.dialects.listing import composite_lines, find_composite, find
 from bridge.targets import load_target, target_names
 from bridge.targets.manifest import manifest_data
 
-MODEL = DITHERED  # whose KL divergence a list of schemes has
-SUMMARY = 68  # characters of a summary, so that a row has at most 120
-WEIGHTS_ONLY = ", activations unquantized"  # which the column of inputs says
+SCHEMES = "schemes"  # the list that takes --for and --all
 Description = tuple[Any, list[RenderableType]]  # plain data for --json, and what is printed without it
 
 
-def describe(what: str, every: bool = False, dialect: str | None = None) -> Description:
+def describe(what: str, every: bool = False, dialect: str | None = None, runtime: str | None = None) -> Description:
     """Describe a list, scheme, recipe, table, written model or calibration; UsageError for anything else."""
+    if what == SCHEMES:
+        return schemes(every, runtime)
+    if runtime:
+        raise UsageError(f"--for {runtime} narrows the list of schemes: `qbridge show {SCHEMES} --for {runtime}`")
     if dialect:
         return _merged(what, dialect, every)
     if what in LISTS:
@@ -70,24 +72,6 @@ def describe(what: str, every: bool = False, dialect: str | None = None) -> Desc
     if is_remote(what):
         raise UsageError(f"{path}: neither a written model nor a calibration")
     return _table(what) or _scheme(what)
-
-
-def _schemes() -> Description:
-    schemes, measured = [load_scheme(name) for name in scheme_names()], read_quality()
-    rows = []
-    for scheme in schemes:
-        quality = measured.get(scheme.name, {}).get(MODEL, Quality())
-        bits, divergence = quality.bits or nominal_bits(scheme), "-" if quality.kl is None else f"{quality.kl:.4f}"
-        data = ("CUDA" if scheme.needs_cuda else "yes") if scheme.needs_calibration else "no"
-        summary = textwrap.shorten(scheme.summary.removesuffix(WEIGHTS_ONLY), SUMMARY, placeholder=" ...")
-        rows.append((scheme.name, f"{bits:.2f}", f"{input_bits(scheme):g}", divergence, data, summary))
-    note = (
-        f"bits: of the file, a weight (16 of one that is left out). inputs: bits of activations. KL: nats a token on "
-        f"{TITLES[MODEL]}\n(the quality page of the documentation says how); -: not measured. data: whether it is "
-        "calibrated. More of one scheme: `qbridge show fp8`."
-    )
-    columns = ("scheme", "bits", "inputs", "KL", "data", "what it is")
-    return [_scheme_data(scheme) for scheme in schemes], [Columns(columns, rows, (1, 2, 3), wrap=False), "", note]
 
 
 def _targets() -> Description:
@@ -126,7 +110,6 @@ def _environment() -> Description:
 
 
 LISTS = {
-    "schemes": _schemes,
     "targets": _targets,
     "architectures": _architectures,
     "runtimes": _runtimes,
@@ -186,10 +169,10 @@ def _scheme(what: str) -> Description:
     except UsageError as error:
         if "/" in what and not Path(what).exists():
             raise UsageError(f"{what}: no such file or directory") from error
-        known = [*LISTS, *scheme_names(), *architectures()]
+        known = [SCHEMES, *LISTS, *scheme_names(), *architectures()]
         raise UsageError(
-            f"nothing named {what!r}: expected {', '.join(LISTS)}, or a scheme, a recipe, an architecture, an output "
-            f"directory or a calibration file; {nearest(what, known)}"
+            f"nothing named {what!r}: expected {', '.join([SCHEMES, *LISTS])}, or a scheme, a recipe, an architecture, "
+            f"an output directory or a calibration file; {nearest(what, known)}"
         ) from error
     rows = [
         ("what it is", scheme.summary),
@@ -205,7 +188,7 @@ def _scheme(what: str) -> Description:
     rules = [(rule.label, rule.quant, _matches(rule)) for rule in scheme.rules]
     tables: list[RenderableType] = [Columns(("scheme", scheme.name), rows)]
     tables += ["", Columns(("rule", "quant", "where"), rules)] if rules else []
-    return _scheme_data(scheme), tables
+    return scheme_data(scheme), tables
 
 
 def _layout(path: Path) -> Description:
@@ -216,12 +199,6 @@ def _layout(path: Path) -> Description:
     data = {"layout": path.stem, "rules": names, "tried": candidates_by_default(path), **found}
     rows = [(title, text or "every rule needs data") for title, text in found.items()]
     return data, [Columns(("scheme", f"{path.stem}{RULE}{BEST}"), rows), "", Columns(("rule", "what it is"), rules)]
-
-
-def _scheme_data(scheme: Scheme) -> dict[str, Any]:
-    fields = dataclasses.asdict(scheme)
-    fields["told"] = fields.pop("note")  # the key that scripts read
-    return {key: value for key, value in fields.items() if key not in ("origin", "depth")}
 
 
 def _matches(rule: Rule) -> str:
@@ -273,10 +250,10 @@ def calibration_table(calibration: Calibration) -> RenderableType:
     return Group(*parts)
 
 
-@verb("qbridge show schemes", "what every dialect json debug", quiet=no_bars)
-def show(terminal: Terminal, what: str, every: bool, dialect: str | None) -> None:
+@verb("qbridge show schemes", "what every runtime dialect json debug", quiet=no_bars)
+def show(terminal: Terminal, what: str, every: bool, runtime: str | None, dialect: str | None) -> None:
     """Show a scheme, table, written model or calibration."""
-    data, tables = describe(what, every, dialect)
+    data, tables = describe(what, every, dialect, runtime)
     if terminal.json:
         terminal.print_json(data)
     else:

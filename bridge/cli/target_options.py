@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, get_args, get_type_hints
 
 import click
@@ -12,6 +14,7 @@ from bridge.cli.flags import Flag
 from bridge.cli.verb import parameter
 from bridge.core.errors import UsageError
 
+TARGET = "bridge.target"  # in click's `meta`: the target that the words name
 # The sections of the help; what is in none of them comes last.
 SECTIONS = {
     "Model": ("model", "student", "base", "adapter", "config", "tokenizer"),
@@ -71,11 +74,25 @@ def _target_of(name: str | None) -> str | None:
         return None
 
 
+def _named_target(args: Sequence[str]) -> str | None:
+    """The target that words of a command name, by the name of a program too; None if none does."""
+    from bridge.planning.contract_files import find_runtime
+
+    words = [word for arg in args for word in arg.split("=", 1)]
+    name = next((after for word, after in pairwise(words) if word == "--target"), None)
+    program = None if name is None else find_runtime(name)
+    return _target_of(name) or (program.contracts[0].target if program else None)
+
+
 class TargetCommand(click.Command):
-    """A verb whose help has sections, the options of each target under a heading of their own."""
+    """A verb whose help has sections, and the options of the target that is named."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """`--no-NAME` of an option that also takes a word is `--NAME=false`: click has no such pair."""
+        """`--no-NAME` of an option that also takes a word is `--NAME=false`: click has no such pair.
+
+        The target is noted before: --help comes first, wherever it stands.
+        """
+        ctx.meta[TARGET] = _named_target(args)
         flags = [flag for options in target_options().values() for flag in options.values() if flag.alone]
         pairs = {no: yes for yes, slash, no in (flag.names.partition("/") for flag in flags) if slash}
         return super().parse_args(ctx, [f"{pairs[arg]}=false" if arg in pairs else arg for arg in args])
@@ -104,10 +121,15 @@ class TargetCommand(click.Command):
         for title, names in SECTIONS.items():
             _section(ctx, formatter, title, [shown.pop(name) for name in names if name in shown])
         _section(ctx, formatter, "Run and print", list(shown.values()))
-        for target, options in target_options().items():
-            if options:
-                with formatter.section(f"Options of --target {target}"):
-                    formatter.write_dl([(_usage(flag), flag.help) for flag in options.values()])
+        known = target_options()
+        target = ctx.meta.get(TARGET)
+        if target is None:
+            given = ", ".join(f"--target {name}" for name, options in known.items() if options)
+            with formatter.section("Options of one target"):
+                formatter.write_text(f"`qbridge {ctx.info_name} --target hf --help` has them: {given}")
+        elif known[target]:
+            with formatter.section(f"Options of --target {target}"):
+                formatter.write_dl([(_usage(flag), flag.help) for flag in known[target].values()])
 
 
 def _section(ctx: click.Context, formatter: click.HelpFormatter, title: str, params: list[click.Parameter]) -> None:

@@ -183,7 +183,7 @@ def search(terminal: Terminal, scores: Path | None, overwrite: bool, **given: An
 
 @verb(
     "qbridge sensitivity MODEL --quant int4_awq,fp8 --budget 4.8bits",
-    "model quant data target runtime budget fallback method out samples sequence field kv device memory config "
+    "model quant data target runtime budget fallback method ranking out samples sequence field kv device memory config "
     "tokenizer overwrite json quiet debug",
 )
 def sensitivity(terminal: Terminal, out: Path | None, overwrite: bool, **given: Any) -> None:
@@ -193,10 +193,11 @@ def sensitivity(terminal: Terminal, out: Path | None, overwrite: bool, **given: 
     block's output, which takes the memory of a block. With a budget, a recipe excludes layers from the scheme, or gives
     each layer one of several schemes, so that the sum of costs is the least possible.
     """
+    from bridge.api.sensitivity.budget import is_automatic
     from bridge.core.output.directory import check_file_free
 
     if out is not None:
-        if given["budget"] is None:
+        if given["budget"] is None and not is_automatic(given["quant"]):
             raise UsageError(f"--out {out}: a recipe needs --budget, for example 6.5bits or kl=0.01")
         check_file_free(out, overwrite, "a recipe", ".toml")
     result = bridge.sensitivity(**given, progress=terminal.progress)

@@ -266,15 +266,19 @@ class Plan(Displayed):
             *([self.calibration] if self.calibration else []),
         ]
 
-    def table(self) -> Table:
-        """One row per kind of weight: its scales are counted with it."""
+    def kinds(self) -> list[list[Step]]:
+        """The steps by kind of weight, layers together."""
 
         def kind(step: Step) -> Hashable:
             first = step.outputs[0].spec
             return pattern(first.name), first.shape, first.dtype, step.format
 
+        return grouped(self.steps, kind)
+
+    def table(self) -> Table:
+        """One row per kind of weight: its scales are counted with it."""
         rows = []
-        for group in grouped(self.steps, kind):
+        for group in self.kinds():
             first = group[0].outputs[0].spec
             what = format_name(group[0].format) if group[0].format else first.dtype
             names = fold([step.outputs[0].spec.name for step in group])

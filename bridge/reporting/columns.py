@@ -91,6 +91,19 @@ class Columns:
                     yield from _segments(f"  {'' if number else column:<{label}}{text}")
 
 
+@dataclass(frozen=True)
+class Labelled:
+    """Labelled lines; sentences are wrapped between words where the terminal is narrow, names never."""
+
+    rows: Sequence[tuple[str, str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType | Segment]:
+        width = max(options.max_width - LABEL, 20)
+        for label, text in self.rows:
+            for number, part in enumerate(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)):
+                yield from _segments(f"{'' if number else label:<{LABEL}}{part}")
+
+
 def _segments(*cells: str) -> Iterator[Segment]:
     """One line of cells, in colour if a cell says how something ended."""
     from rich.segment import Segment

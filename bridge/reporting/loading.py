@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bridge.core.text import grouped
 from bridge.planning.contract_files import runtimes
 from bridge.planning.contracts import Verdict, verdicts
 from bridge.planning.plan import Plan
@@ -13,6 +12,9 @@ from bridge.targets import load_target
 
 INSTEAD = "; write "
 LOADING = ("program", "loads it", "known by, or why not")
+SHOWN = 3  # programs of a line; a table has all
+# Whom most users ask about comes first; the others are in the order of their names.
+FIRST = ("vllm", "sglang", "transformers", "trtllm", "llama.cpp", "mlx", "onnxruntime", "tensorrt-rtx")
 KNOWN = {"run": "yes", "built": "yes, by its compiler", "read": "yes, by its source", "no": "no"}
 
 
@@ -42,7 +44,12 @@ class Loading:
 
 
 def loadings(plan: Plan) -> tuple[Loading, ...]:
-    """One entry per program that loads outputs of the plan's target."""
+    """One entry per program that loads outputs of the plan's target, the one that was asked for first."""
+    order = (plan.program, *FIRST)
+    answers = sorted(
+        verdicts(runtimes(), plan),
+        key=lambda answer: order.index(answer.runtime.name) if answer.runtime.name in order else len(order),
+    )
     why_not = load_target(plan.target).why_not_loaded(plan)
     return tuple(
         Loading(answer.runtime.title, "no", why_not, mistake=why_not)
@@ -55,7 +62,7 @@ def loadings(plan: Plan) -> tuple[Loading, ...]:
             answer.mistake,
             answer.inputs,
         )
-        for answer in verdicts(runtimes(), plan)
+        for answer in answers
     )
 
 
@@ -69,12 +76,24 @@ def loading_rows(entries: Iterable[Loading]) -> list[tuple[str, str, str]]:
 
 
 def loading_line(entries: Iterable[Loading]) -> str:
-    """The programs that load an output; "" if no contract is about its target."""
+    """At most three programs that load an output, and what to write for others; "" if no contract is about its target.
+
+    The table of a report, and `plan --all`, say of each why not.
+    """
     entries = list(entries)
-    names = [f"{entry.program}{entry.limit}" for entry in entries if entry.how != "no"]
-    refused = sorted((entry for entry in entries if not entry.mistake), key=lambda entry: INSTEAD not in entry.where)
-    why = next((f" ({entry.program}: {entry.where})" for entry in refused), "")  # what to write comes first
-    loaded = ", ".join(names) or f"no program that a contract is about{why}"
-    mistaken = grouped((entry for entry in entries if entry.mistake), lambda entry: entry.mistake)
-    not_in = (f"not {', '.join(entry.program for entry in group)}: {group[0].mistake}" for group in mistaken)
-    return "; ".join([loaded, *not_in]) if entries else ""
+    names = [f"{entry.program}{entry.limit}" for entry in entries if entry.how != "no"][:SHOWN]
+    refused = [entry for entry in entries if entry.how == "no"]
+    helped = [entry for entry in refused if INSTEAD in entry.where and (entry.mistake or not names)][:1]
+    others = [f"for {name}: --for {flag_word(name)}" for entry in helped for name in [entry.program.rpartition(" ")[0]]]
+    if names or not refused:
+        return "; ".join([*([", ".join(names)] if names else []), *others])
+    why = f" ({refused[0].program}: {refused[0].where})"
+    return (
+        "; ".join(["no program as it is written", *others]) if others else f"no program that a contract is about{why}"
+    )
+
+
+def flag_word(program: str) -> str:
+    """A program as --for takes it, quoted where its name has a blank."""
+    word = program.lower()
+    return f'"{word}"' if " " in word else word

@@ -54,6 +54,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "faults": runtimes.faults,
     "compiled": runtimes.compiled,
     "gpus": hardware.gpus,
+    "advice": hardware.advice,
     "written": targets.written,
     "families": sweep.families,
     "refused-families": sweep.reasons,

@@ -1,9 +1,10 @@
-"""What each generation of GPUs multiplies in, and which schemes that leaves: from contracts of `mappings/runtimes`."""
+"""What to begin with on a machine, and what each generation of GPUs multiplies in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bridge.api.advice import read_advice
 from bridge.core.mappings import mappings, read_table
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import Runtime
@@ -15,6 +16,20 @@ from docs.generate.quality import kl_words
 
 SERVERS = ("vllm", "sglang", "trtllm")
 BUILDER = "tensorrt-rtx"
+
+
+def advice() -> str:
+    """A row a machine: its programs, the options to begin with, and those of 4 bits, with their KL."""
+    rows = []
+    for row in read_advice():
+        first, *others = row.programs
+        programs = ", ".join(load_runtime(name).program for name in row.programs)
+        also = f" (or {', '.join(f'`{name}`' for name in others)})" if others else ""
+        made = [[f"`--target {first} --quant {name}`{also}", kl_words(name)] for name in (row.scheme, row.small)]
+        rows.append([row.machine, programs, *made[0], *made[1]])
+    return table(
+        ["hardware", "server", "`qbridge convert MODEL --out OUT` ...", "KL", "if memory is short", "KL"], rows
+    )
 
 
 def gpus() -> str:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from bridge.api.advice import SIGNED, chosen_by_sign
 from bridge.cli.show import architectures
 from bridge.core.mappings import TableFile, own_files, read_table
 from bridge.core.values import Structure
@@ -86,8 +87,8 @@ def address(name: str) -> str:
 def cell(scheme: Scheme, target: Target) -> str:
     """`yes`, the flag that it takes, or `no`."""
     plain = target.Options()
-    if any(format_.ordered for format_ in scheme.formats) and target.name not in ("gguf", "hf", "mlx"):
-        return "no"  # layouts with scales of either sign alone
+    if chosen_by_sign(scheme) and target.name not in SIGNED:
+        return "no"
     if _fits(scheme, target, plain):
         return "yes"
     for entry in dataclasses.fields(plain):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from bridge.core.dtypes import DTYPES
+from bridge.api.advice import PURPOSES, best_of, loaded_by
 from bridge.core.errors import BridgeError
-from bridge.core.values import AFFINE
 from bridge.planning.contract_files import runtimes
 from bridge.quant.describe import input_bits, nominal_bits
 from bridge.quant.schemes.catalog import layout_of, rules_of, scheme_names
@@ -149,19 +148,12 @@ def picks() -> str:
 
 def best() -> str:
     """A row for each program: of the schemes that it loads, those with the least KL divergence."""
-    classes: dict[str, Callable[[Scheme], bool]] = {
-        "8-bit weights": lambda s: _code_bits(s) == 8 and s.input is None,
-        "8-bit weights and inputs": lambda s: _code_bits(s) == 8 and s.input is not None,
-        "4-bit weights, no data": lambda s: _code_bits(s) == 4 and s.input is None and not s.needs_calibration,
-        "4-bit weights, calibrated": lambda s: _code_bits(s) == 4 and s.input is None and s.needs_calibration,
-        "4-bit weights, 4- or 8-bit inputs": lambda s: _code_bits(s) == 4 and s.input is not None,
-    }
-    whole = [scheme for scheme in map(load_scheme, scheme_names()) if not scheme.only]
     rows = []
     for runtime in runtimes():
-        loaded = [s for s in whole if any(not contract.lacks(s.formats) for contract in runtime.contracts)]
-        rows.append([f"`{runtime.name}`", *(_least([s.name for s in loaded if fits(s)]) for fits in classes.values())])
-    return table(["program", *classes], rows)
+        loaded = [load_scheme(name) for name in loaded_by(runtime)]
+        best = (_least([s.name for s in loaded if fits(s) and not s.only]) for fits in PURPOSES.values())
+        rows.append([f"`{runtime.name}`", *best])
+    return table(["program", *PURPOSES], rows)
 
 
 def kl_words(name: str) -> str:
@@ -204,9 +196,8 @@ def _cell(quality: Quality | None, figure: str, form: str, notes: dict[str, int]
 
 
 def _least(names: list[str]) -> str:
-    found = [(_value(name, DITHERED, "kl"), name) for name in names]
-    kl, name = min(found, default=(float("inf"), ""))
-    return f"{_link(name, BESIDE)} {kl:.4f}" if kl < float("inf") else ""
+    name = best_of(names)
+    return f"{_link(name, BESIDE)} {kl_words(name)}" if name else ""
 
 
 def _value(name: str, model: str, figure: str) -> float:
@@ -233,11 +224,6 @@ def _data(name: str) -> str:
 
 def _link(name: str, base: str = "") -> str:
     return f"[`{name}`]({address(name).removeprefix(base)})"
-
-
-def _code_bits(scheme: Scheme) -> int:
-    dtype = scheme.weight[0].dtype
-    return AFFINE.get(dtype) or DTYPES[dtype].bits
 
 
 def _bits(name: str) -> float:

@@ -1,16 +1,19 @@
-"""Writes the generated parts of README.md, the list of folders and the line of versions: `make readme`."""
+"""Writes the generated parts of README.md and of the pages it links to."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from docs.generate import make as make_part
 from docs.generate.code_map import folders
+from docs.generate.hardware import advice
+from docs.generate.stored import filled, linked
 from docs.generate.versions import declared
 
 ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
-PARTS = {"folders": folders}
+PARTS = {"folders": folders, "hardware": advice}
 
 
 def generate(text: str) -> str:
@@ -25,3 +28,7 @@ def generate(text: str) -> str:
 
 if __name__ == "__main__":
     README.write_text(generate(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in linked():
+        text = path.read_text(encoding="utf-8")
+        if (made := filled(text, make_part)) != text:
+            path.write_text(made, encoding="utf-8")

@@ -1,30 +1,73 @@
-"""One page per scheme, from `mappings/schemes/*.toml`: numerics, gates, calibration, targets."""
+"""One page per scheme and family, from `mappings/schemes/*.toml`: numerics, gates, calibration, targets."""
 
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import bridge
+from bridge.api.advice import divergence
 from bridge.cli.show import describe
 from bridge.core.dtypes import DTYPES, SEARCHED
 from bridge.core.errors import PlanError
 from bridge.core.mappings import find_table_file
 from bridge.planning.plan import Plan, Step
+from bridge.quant.describe import contract_words, needs, nominal_bits
 from bridge.quant.schemes.catalog import RULE, scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.targets import load_target, target_names
 from docs.generate.matrix import address, cell, table
+from docs.generate.quality import kl_words
 from docs.generate.targets import MODEL
 
 ROOT = Path(__file__).parent.parent.parent
 
 
+FAMILIES = (
+    "INT8", "INT4", "FP8", "NVFP4", "MX", "llama.cpp", "MLX",
+)  # fmt: skip
+OF_LLAMA = re.compile(r"i?q\d")
+
+
 def pages() -> dict[str, str]:
-    """File name -> page, one per scheme."""
+    """File name -> page, one per scheme and one per family."""
     named = tests()
-    return {address(name): page(name, named[name]) for name in scheme_names()}
+    made = {address(name): page(name, named[name]) for name in scheme_names()}
+    return made | {path: family_page(title) for title, path in families()}
+
+
+def families() -> list[tuple[str, str]]:
+    """The title and the address of each family's page."""
+    return [(title, f"schemes/of-{re.sub(r'[^a-z0-9]+', '-', title.lower())}.md") for title in FAMILIES]
+
+
+def family(name: str) -> str:
+    """The family of a scheme, by the codes of its weights."""
+    if OF_LLAMA.match(name):
+        return "llama.cpp"
+    words = contract_words(load_scheme(name).formats[0])
+    if words.startswith("affine"):
+        return "MLX"
+    if "e8m0" in words:
+        return "MX"
+    return {"fp4": "NVFP4"}.get(kind := words.split()[0], kind.upper())
+
+
+def family_page(title: str) -> str:
+    """The schemes of a family, those with the least KL first."""
+    names = sorted(
+        (name for name in scheme_names() if family(name) == title),
+        key=lambda name: (divergence(name) is None, divergence(name), name),
+    )
+    rows = [
+        [f"[`{name}`]({address(name).removeprefix('schemes/')})", f"{nominal_bits(load_scheme(name)):.2f}",
+         kl_words(name), needs(load_scheme(name)).partition(":")[0], load_scheme(name).summary]
+        for name in names
+    ]  # fmt: skip
+    text = "KL is in nats a token on SmolLM2-135M, dithered: [Quality](../quality.md)."
+    return f"# {title}\n\n{text}\n\n{table(['scheme', 'bits', 'KL', 'calibration', 'what it is'], rows)}"
 
 
 def page(name: str, named: list[tuple[str, str]]) -> str:

@@ -110,17 +110,26 @@ def test_a_flag_of_the_target_reaches_the_target() -> None:
     assert json.loads(done.stdout)["options"]["cache"] == 64
 
 
-def test_the_options_of_each_target_stand_under_its_heading() -> None:
+def test_the_help_of_a_target_has_its_options_and_no_others() -> None:
     import dataclasses
 
     from bridge.targets import load_target, target_names
 
-    _, *sections = re.split(r"^Options of --target (.+):$", run("convert", "--help").stdout, flags=re.MULTILINE)
-    found = dict(zip(sections[::2], sections[1::2], strict=True))
-    assert list(found) == target_names()
-    for name, text in found.items():
+    for name in target_names():
+        words = [["--target", name, "--help"], ["--help", f"--target={name}"]]
+        first, second = (run("convert", *given).stdout for given in words)
+        assert first == second and len(first.splitlines()) <= 110
+        _, heading, text = first.partition(f"Options of --target {name}:\n")
         flags = re.findall(r"^  --(?:\[no-\])?([a-z-]+)", text, re.MULTILINE)
-        assert flags == [field.name.replace("_", "-") for field in dataclasses.fields(load_target(name).Options)]
+        assert heading and flags == [
+            field.name.replace("_", "-") for field in dataclasses.fields(load_target(name).Options)
+        ]
+
+
+def test_the_help_without_a_target_says_which_have_options_and_takes_a_program_for_one() -> None:
+    said = run("convert", "--help").stdout
+    assert "Options of --target" not in said and "--target hf --help" in said and "--target gguf" in said
+    assert "Options of --target hf:" in run("plan", "--target", "vllm", "--help").stdout
 
 
 def test_every_argument_of_convert_has_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +319,7 @@ def test_a_size_is_read_in_powers_of_1000_or_1024(text: str, size: int) -> None:
 
 
 def test_defaults_are_printed_as_written() -> None:
-    assert "default: 10GB " in " ".join(run("convert", "--help").stdout.split())
+    assert "default: 10GB " in " ".join(run("convert", "--target", "hf", "--help").stdout.split())
 
 
 COMMANDS = (

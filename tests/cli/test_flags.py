@@ -26,7 +26,7 @@ OWN = {
     "plan": {"every"},
     "calibrate": {"out", "overwrite"},
     "check": {"paths", "build", "profile"},
-    "show": {"what", "every", "dialect"},
+    "show": {"what", "every", "runtime", "dialect"},
     "sensitivity": {"out", "overwrite"},
     "inspect": {"worst"},
     "search": {"parameters", "bytes", "latency", "scores", "overwrite"},

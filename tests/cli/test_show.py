@@ -12,11 +12,13 @@ import pytest
 from rich.console import Console
 
 import bridge
+from bridge.api.advice import recommended
 from bridge.cli.show import describe
 from bridge.cli.terminal import Terminal
 from bridge.core.errors import UsageError
 from bridge.core.text import fold, size
 from bridge.core.values import Slice, TensorSpec
+from bridge.planning.contract_files import runtime_names
 from bridge.planning.plan import Output, Plan, Step
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.quality import DITHERED, read_quality
@@ -62,10 +64,43 @@ def test_folded_rows_of_a_plan_add_up_to_its_tensors_and_bytes() -> None:
     assert all(" ".join(row) in " ".join(said.split()) for row in rows)
 
 
-@pytest.mark.parametrize("every", [False, True])
-def test_a_plan_says_why_each_tensor_stays_unquantized(every: bool) -> None:
+def test_a_plan_says_why_matrices_stay_unquantized() -> None:
     plan = bridge.plan(MODEL, "trt", "fp8")
-    said = text(plan_table(plan, every)).partition("unquantized, and why")[2]
+    lines = [line for line in text(plan_table(plan)).splitlines() if line.startswith("kept ")]
+    for step in plan.steps:
+        if step.kept:
+            why = step.kept if step.site else "not a matrix multiplication"
+            assert any(why in line for line in lines), step.kept
+
+
+@pytest.mark.parametrize(("target", "quant"), [("hf", "int4_wo"), ("hf", "fp8"), ("trt", "int8"), ("gguf", "q4_k_m")])
+def test_a_plan_has_at_most_40_lines_and_names_what_loads_it(target: str, quant: str) -> None:
+    lines = text(plan_table(bridge.plan(MODEL, target, quant))).splitlines()
+    assert len(lines) < 40 and sum(line.startswith("loads in ") for line in lines) == 1
+
+
+def test_kinds_that_there_is_no_room_for_are_counted_with_their_bytes() -> None:
+    def step(n: int) -> Step:
+        spec = TensorSpec(f"kind_{'abcdefghij'[n // 10]}{'abcdefghij'[n % 10]}.w", (3, 5 + n), "int8")
+        return Step((Slice(spec.name),), (Output(spec, "weight", spec.name),))
+
+    plan = Plan("A", "trt", "s", "", {}, {}, tuple(map(step, range(60))))
+    said = text(plan_table(plan))
+    assert len(said.splitlines()) < 40 and "kind_fj.w" in said and "kind_aa.w" not in said
+    count = int(re.search(r"(\d+) more kinds: --all", said)[1])
+    rows = [line for line in said.splitlines() if line.startswith("  kind_")]
+    assert count + len(rows) == 60
+    assert all(f"kind_{a}{b}.w" in text(plan_table(plan, every=True)) for a in "abcdef" for b in "abcdefghij")
+
+
+def test_one_program_is_named_where_one_was_asked_for() -> None:
+    said = text(plan_table(bridge.plan(MODEL, "hf", "fp8_pc_pt", runtime="sglang")))
+    assert "loads in SGLang 0.5.23\n" in said
+
+
+def test_all_of_a_plan_says_why_each_tensor_stays_unquantized() -> None:
+    plan = bridge.plan(MODEL, "trt", "fp8")
+    said = text(plan_table(plan, every=True)).partition("unquantized, and why")[2]
     for step in plan.steps:
         if step.kept:
             assert step.kept in said
@@ -232,16 +267,43 @@ def test_sizes_are_said_in_powers_of_1000(nbytes: int, said: str) -> None:
     assert size(nbytes) == said
 
 
-def test_each_scheme_is_one_line_of_120_columns_with_what_it_costs() -> None:
-    data, tables = describe("schemes")
-    head, *lines = "".join(text(table) for table in tables).partition("\n\n")[0].splitlines()
-    assert head.split() == ["scheme", "bits", "inputs", "KL", "data", "what", "it", "is"]
-    assert [line.split()[0] for line in lines] == scheme_names() == [entry["name"] for entry in data]
-    assert all(len(line) <= 120 for line in lines)
+def listed(every: bool = False, runtime: str | None = None) -> tuple[list[str], list[str]]:
+    """The names in the data of the list of schemes, and its lines."""
+    data, tables = describe("schemes", every, runtime=runtime)
+    return [entry["name"] for entry in data], "".join(text(table) for table in tables).splitlines()
+
+
+def test_the_list_of_schemes_has_those_of_the_advice_and_data_of_all() -> None:
+    names, lines = listed()
+    assert names == scheme_names()
+    found = {match[1] for line in lines if (match := re.match(r" {2,4}(\S+) +\d", line))}
+    assert found == {*recommended()} and len(found) <= 8 and len(lines) <= 40
+
+
+def test_every_scheme_is_listed_with_what_it_costs_and_rules_below_their_layout() -> None:
+    names, lines = listed(every=True)
+    first = [found[1] for line in lines if (found := re.match(r" {2,4}(\S+)", line))]
+    assert {*names} <= {*first} and first.index("nvfp4") + 1 == first.index("nvfp4:gptq")
     kl = f"{read_quality()['int4_wo'][DITHERED].kl:.4f}"
-    said = next(line for line in lines if line.split()[0] == "int4_wo")
+    said = next(line for line in lines if line.split()[:1] == ["int4_wo"])
     assert said.split()[1:5] == ["4.50", "16", kl, "no"] and "unquantized" not in said
-    assert [line.split()[3] for line in lines if line.split()[0] == "nvfp4_experts_only"] == ["-"]
+    assert [line.split()[3] for line in lines if line.split()[:1] == ["nvfp4_experts_only"]] == ["-"]
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("runtime", [None, *runtime_names()])
+def test_lists_of_schemes_fit_80_columns_and_nothing_is_cut(every: bool, runtime: str | None) -> None:
+    _, lines = listed(every, runtime)
+    assert max(map(len, lines)) <= 80
+    assert not any("..." in line for line in lines if "--for vllm" not in line)
+
+
+def test_a_program_narrows_the_list_and_its_data() -> None:
+    names, lines = listed(runtime="mlx")
+    assert "affine8" in names and "fp8" not in names
+    assert any(line.split()[:1] == ["affine8"] for line in lines) and not any("nvfp4" in line for line in lines)
+    with pytest.raises(UsageError, match="--for mlx narrows the list of schemes"):
+        describe("fp8", runtime="mlx")
 
 
 def test_a_file_that_is_no_recipe_is_told_what_shows_it(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from bridge.planning.estimate import read_speeds
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.sources.opening import KINDS
 from bridge.targets import load_target, target_names
-from docs.generate import PARTS, api, errors, limits, make, matrix, schemes, speed, targets
+from docs.generate import PARTS, api, errors, limits, make, matrix, schemes, speed, stored, targets
 from docs.generate.doctests import Fenced
-from docs.hooks import MARK
+from docs.generate.stored import MARK
 from tests.blocks import ROOT
 from tests.docs.site import PAGES
 
@@ -156,3 +156,27 @@ def test_a_row_says_what_an_operation_takes() -> None:
     speeds = read_speeds()
     row = f"| `fp8 channel` | {speeds.write['fp8 channel']:.1f} | {speeds.verify['fp8 channel']:.1f} |"
     assert row in speed.speeds()
+
+
+@pytest.mark.slow
+def test_pages_of_the_readme_have_their_tables_in_the_repository() -> None:
+    paths = list(stored.linked())
+    assert len(paths) > 30
+    stale = [path.name for path in paths if (text := path.read_text("utf-8")) != stored.filled(text, make)]
+    assert not stale, f"run `make readme` for {stale}"
+
+
+def test_a_part_is_filled_once_and_files_are_left_out() -> None:
+    page = "a\n\n<!-- generated: x y -->\n\nb\n\n<!-- generated: file z -->\n\nc\n\n<!-- generated: w -->\n"
+    made = stored.filled(page, lambda *words: f"| {' '.join(words)} {{: .wide }} |\n")
+    assert made.count(stored.END) == 2 and "| x y |" in made and "| w |" in made and "file z |" not in made
+    assert stored.filled(made, lambda *words: f"| {' '.join(words)} |") == made
+    assert [match["words"] for match in MARK.finditer(made)] == ["x y", "file z", "w"]
+    assert MARK.sub("", made).split() == ["a", "b", "c"]
+
+
+def test_each_scheme_is_on_the_page_of_one_family() -> None:
+    found = [schemes.family_page(title) for title in schemes.FAMILIES]
+    assert len(found) <= 8
+    for name in scheme_names():
+        assert sum(f"[`{name}`](" in page for page in found) == 1, name

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 import bridge
@@ -29,13 +31,14 @@ def test_a_runtime_chooses_the_first_output_that_it_loads(quant: str | None) -> 
 
 
 def test_what_a_runtime_does_not_load_is_refused_before_work() -> None:
-    with pytest.raises(SchemeError, match=r"schemes that it loads: .*fp8") as told:
+    with pytest.raises(SchemeError, match=r"`qbridge show schemes --for sglang --all`") as told:
         bridge.plan(TINY, "hf", "mxfp4_wo", runtime="sglang")
     assert "--format deepseek: loads no weights in fp4 per block of 32, e8m0 scales" in str(told.value)
     with pytest.raises(BridgeError, match="int4 per block of 128") as told:
         bridge.plan(TINY, "hf", "int4_wo", runtime="vllm", format="modelopt")
     assert "this scheme it loads from --target hf --format compressed-tensors; or from" in str(told.value)
-    assert "int4_wo" not in str(told.value).rpartition("schemes that it loads there: ")[2]
+    for name in str(told.value).rpartition("planned for this model: --quant ")[2].split(", "):
+        assert bridge.plan(TINY, "hf", name, runtime="vllm", format="modelopt").quantized
     with pytest.raises(SchemeError, match="does not load --target trt; it loads --target hf"):
         bridge.plan(TINY, "trt", "fp8", runtime="vllm")
     with pytest.raises(SchemeError, match=r'a recipe keeps these matrices.* quant = "none"\); fp8_pc_pt') as told:
@@ -118,3 +121,36 @@ def test_an_input_beyond_float16_chooses_bfloat16_or_stops_before_writing(tmp_pa
         ):
             bridge.convert(TINY, "trt", "int8", tmp_path / "made", samples=2, sequence=16, **options)
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("quant", ["int4_gptq", "int4_awq", "int4_mse", "int4_wo", "w4a8_awq"])
+@pytest.mark.parametrize("width", [576, 80])
+def test_what_a_refusal_names_plans_for_the_model(quant: str, width: int, tmp_path: Path) -> None:
+    """576 is no multiple of 128, which a block of 64 divides; 80 none of 32."""
+    model = narrow(width, tmp_path)
+    try:
+        plan = bridge.plan(model, "hf", quant, runtime="vllm")
+        assert width == 576 and not verdict(load_runtime("vllm"), plan).why_not
+    except BridgeError as error:
+        assert width == 80 or quant == "w4a8_awq"
+        names = str(error).splitlines()[-1].removeprefix("  planned for this model: --quant ").split(", ")
+        for name in names:
+            assert not verdict(load_runtime("vllm"), bridge.plan(model, "hf", name, runtime="vllm")).why_not
+        assert names[0] == ("int4:gptq" if width == 576 else "nvfp4_wo:gptq")
+
+
+def narrow(width: int, at: Path) -> Path:
+    """A Llama of zeros whose matrices all have this width."""
+    layer = "model.layers.0."
+    names = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
+    shapes = {f"{layer}{name}.weight": (width, width) for name in names}
+    shapes |= {f"{layer}{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+    shapes |= {"model.embed_tokens.weight": (32, width), "lm_head.weight": (32, width), "model.norm.weight": (width,)}
+    save_arrays({name: np.zeros(shape, np.float16) for name, shape in shapes.items()}, at / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width, "intermediate_size": width,
+        "num_hidden_layers": 1, "num_attention_heads": width // 16, "num_key_value_heads": width // 16, "head_dim": 16,
+        "vocab_size": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "hidden_act": "silu",
+    }  # fmt: skip
+    (at / "config.json").write_text(json.dumps(config))
+    return at

@@ -16,7 +16,7 @@ from bridge.cli.check import check_path
 from bridge.core.errors import SchemeError, TableError, UsageError
 from bridge.core.mappings import mappings, parse_table
 from bridge.planning.contract_files import load_runtime, parse_runtime, runtime_names, runtimes
-from bridge.planning.contracts import HALF, Evidence, Verdict, misfits, verdict
+from bridge.planning.contracts import HALF, Evidence, Verdict, misfits, verdict, verdicts
 from bridge.quant.describe import contract_words
 from bridge.quant.schemes.group_size import with_zero_points
 from bridge.quant.schemes.load import load_scheme
@@ -100,8 +100,8 @@ def test_ranks_get_whole_heads_and_whole_blocks(scheme: str, format_: str, most:
 def test_a_limit_of_ranks_is_told_where_the_model_itself_has_a_higher_one() -> None:
     plans = [bridge.plan(TINY, "hf", scheme, format="compressed-tensors") for scheme in ("int4_wo", "int8_wo")]
     assert [verdict(load_runtime("vllm"), plan).ranks for plan in plans] == [1, 0]
-    lines = [loading_line(loadings(plan)).partition("; not ")[0] for plan in plans]
-    assert "vLLM 0.33 (on one rank: no tensor parallelism)" in lines[0] and lines[1].endswith("vLLM 0.33")
+    lines = [loading_line(loadings(plan)) for plan in plans]
+    assert "vLLM 0.33 (on one rank: no tensor parallelism)" in lines[0] and lines[1].startswith("vLLM 0.33, ")
 
 
 def test_ranks_need_a_contract_that_speaks_of_them_and_a_table() -> None:
@@ -113,12 +113,42 @@ def test_ranks_need_a_contract_that_speaks_of_them_and_a_table() -> None:
         bridge.plan(TINY, "hf", "fp8", tp=0)
 
 
+@pytest.mark.parametrize("name", ["sglang", "transformers", "vllm"])
+def test_the_program_that_was_asked_for_is_named_first(name: str) -> None:
+    found = loadings(bridge.plan(TINY, name, "fp8_pc_pt"))
+    line = loading_line(found)
+    assert line.startswith(load_runtime(name).title) and "--for" not in line.partition(";")[0]
+    assert len(found) > 3 >= len(line.partition("; ")[0].split(", "))
+
+
+def test_what_no_program_loads_names_the_one_that_loads_it_otherwise() -> None:
+    plan = bridge.plan(TINY, "hf", "mxfp4_wo", format="modelopt")
+    assert loading_line(loadings(plan)) == "no program as it is written; for vLLM: --for vllm"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "group", "format_"),
+    [
+        ("fp8", None, "modelopt"), ("int4_wo", None, "modelopt"), ("int4_wo", 64, "compressed-tensors"),
+        ("int4_gptq", 32, "compressed-tensors"), ("mxfp4_wo", None, "compressed-tensors"),
+        ("mxfp4_wo:imatrix", None, "compressed-tensors"), ("mxfp8", None, "modelopt"),
+    ],
+)  # fmt: skip
+def test_the_default_format_is_one_that_a_program_loads(scheme: str, group: int | None, format_: str) -> None:
+    plan = bridge.plan(TINY, "hf", scheme, group=group)
+    assert plan.options["format"] == format_
+    assert any(not answer.why_not for answer in verdicts(runtimes(), plan))
+    told = [note for note in plan.notes if note.startswith("format ")]
+    words = "modelopt of these codes is loaded by no program"
+    assert told == ([f"format {format_} (--format): {words}"] if format_ != "modelopt" else [])
+
+
 def test_what_a_program_makes_of_a_format_that_it_does_not_know_is_told() -> None:
     answer = verdict(load_runtime("transformers"), bridge.plan(TINY, "hf", "fp8"))
     assert "drops the scales with a warning and computes with wrong weights" in answer.why_not
     assert answer.instead == "--format compressed-tensors"
     line = loading_line(loadings(bridge.plan(TINY, "hf", "fp8")))
-    assert "; not transformers 5.23: it drops the scales" in line
+    assert line == "vLLM 0.33, SGLang 0.5.23, TensorRT-LLM 1.3; for transformers: --for transformers"
     plain = verdict(load_runtime("transformers"), bridge.plan(TINY, "hf"))
     assert plain.how != "no"
 
@@ -196,7 +226,7 @@ def test_schemes_are_offered_that_the_architecture_is_loaded_in() -> None:
         SchemeError, match="reads no weights in fp8 per block of 128x128 with unquantized inputs in Llama"
     ) as raised:
         bridge.plan(TINY, "hf", "fp8_block", runtime="sglang")
-    assert "fp8_block," not in str(raised.value).rpartition("schemes that it loads")[2]
+    assert str(raised.value).splitlines()[-1] == "  planned for this model: --quant int8_wo, fp8_pc_pt, int4:gptq"
 
 
 def test_a_kv_cache_and_a_mix_need_to_be_named(tmp_path: Path) -> None:
@@ -361,7 +391,7 @@ def test_unquantized_graphs_are_loaded_in_the_dtypes_and_tasks_of_the_runs() -> 
 def test_other_schemes_are_named_only_if_the_scheme_is_the_reason() -> None:
     with pytest.raises(SchemeError) as told:
         bridge.plan(TINY, "openvino", "int8_wo", kv="fp8")
-    assert "reads no KV cache" in str(told.value) and "schemes that it loads" not in str(told.value)
+    assert "reads no KV cache" in str(told.value) and "planned for this model" not in str(told.value)
 
 
 def test_a_format_that_is_taken_for_another_is_told() -> None:

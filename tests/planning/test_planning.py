@@ -240,3 +240,11 @@ def test_a_matrix_kept_apart_from_those_it_is_fused_with_is_refused_unless_asked
     (note,) = [note for note in bridge.plan(TINY, "hf", recipe, allow_split=True).notes if "the same input" in note]
     assert note == f"{modules}: {MIXED}"
     assert not any("the same input" in note for note in bridge.plan(TINY, "hf", "fp8_pc_pt").notes)
+
+
+@pytest.mark.parametrize("verb", [bridge.plan, bridge.convert, bridge.calibrate, bridge.sensitivity])
+def test_an_unknown_scheme_is_refused_before_the_model_is_opened_and_the_nearest_is_named(verb: Any) -> None:
+    words = {"target": "hf"} if verb in (bridge.plan, bridge.convert) else {}
+    with pytest.raises(UsageError) as caught:
+        verb("no/such-model", quant="fp9", **words)
+    assert str(caught.value).startswith("quant='fp9' is unknown; nearest: fp8; ") and len(str(caught.value)) < 150

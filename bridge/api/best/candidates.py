@@ -74,6 +74,13 @@ class Candidates:
         own = [one for one in needed if one.demand[0]]
         return own or needed[:1]
 
+    @property
+    def runs(self) -> int:
+        """Rules under which the whole model is run; none where one quantizes inputs of experts, which no hook does."""
+        steps = [step for one in self.rules for step in one.plan.quantized if step.format and step.format.input]
+        hidden = any(step.site and (step.site.stacked or step.site.expert is not None) for step in steps)
+        return 0 if hidden else min(FINALISTS, len(self.rules))
+
     def planned(self, source: Source, structure: Structure, tokens: tuple[int, int]) -> Plan:
         """The plan of the rule that needs most, which names all. `tokens`: to calibrate with, and held out."""
         first = self.rules[0]
@@ -86,10 +93,11 @@ class Candidates:
         if len(self.rules) == 1 or not any(one.scheme.needs_calibration for one in self.rules):
             return f"{self.name} takes {self.without_data.name if len(self.rules) > 1 else names}{others}"
         work = self.work(source, structure, tokens)
+        whole = f"{self.runs} of the whole model" if self.runs else "none of the whole model (inputs of its experts)"
         return (
             f"{self.name} measures {names} on {tokens[1]:,} held-out tokens and takes the best: "
             f"{number(len(self.calibrations), 'calibration')}, then {number(len(self.rules), 'comparison')} of each "
-            f"matrix and {min(FINALISTS, len(self.rules))} of the whole model, {work / 1e15:.2g} PFLOP, "
+            f"matrix and {whole}, {work / 1e15:.2g} PFLOP, "
             f"{duration(work / (FLOPS * cores()))} at {FLOPS / 1e9:g} GFLOP/s a core{others}"
         )
 
@@ -98,7 +106,7 @@ class Candidates:
         calibrated, held = tokens
         made = sum(flops_of(source, structure, one.scheme, calibrated, held) for one in self.calibrations)
         weights = [source.specs[site.weight] for site in structure.sites if site.weight in source.specs]
-        runs = 2.0 * held * (2 + FINALISTS) * sum(spec.size for spec in weights)
+        runs = 2.0 * held * (2 + self.runs) * sum(spec.size for spec in weights)
         return made + runs + 2.0 * (1 + len(self.rules)) * sum(_products(spec) for spec in weights)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge.api import plans
-from bridge.api.sensitivity.budget import Budget, parse_budget
+from bridge.api.sensitivity.budget import Budget, is_automatic, parse_automatic, parse_budget
 from bridge.api.sensitivity.candidates import Candidates, Destination, Menu, one_scheme, several_schemes
 from bridge.api.sensitivity.recipe import check_recipe, recipe, recipe_base
 from bridge.api.sensitivity.result import METHODS
@@ -114,6 +114,12 @@ class Question:
             raise UsageError(f"method={self.method!r} is unknown; {nearest(self.method, METHODS)}")
         if self.budget is not None:
             parse_budget(self.budget)
+        if is_automatic(self.quant):
+            automatic = parse_automatic(self.quant)
+            for name, value in (("budget", self.budget), ("fallback", self.fallback)):
+                if value is not None:
+                    raise UsageError(f"quant={self.quant!r} says its budget and schemes; leave out {name}={value!r}")
+            _check_several(list(automatic.schemes or DEFAULT), None, self.method)
         if self.several:
             _check_several(self.quant, self.fallback, self.method)
         if self.fallback is not None:
@@ -128,6 +134,12 @@ class Question:
 def make_job(source: Source, question: Question, destination: Destination = ANYWHERE) -> Job:
     """Make the job; refuse no candidates, models that cannot run here, and impossible sizes."""
     structure, kv, several = structure_of(source), question.kv, question.several
+    if is_automatic(question.quant):
+        automatic = parse_automatic(question.quant)
+        job = automatic_job(source, structure, automatic.schemes, automatic.budget, kv, destination)
+        job = replace(job, method=question.method)
+        _check_method(job)
+        return job
     words = tuple(question.quant) if several else (question.quant,)
     schemes = [plans.scheme_of(word, kv if at == 0 else None, structure, source) for at, word in enumerate(words)]
     named = [scheme for scheme in schemes if scheme]

@@ -21,11 +21,22 @@ from bridge.api.sensitivity.work import rows_for_ranking, tell_time
 from bridge.api.words import TargetOptions
 from bridge.calibration.data import AUTO, Data, Sampling
 from bridge.calibration.modelopt import PACKAGES
-from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeError, UsageError, warn
+from bridge.core.errors import (
+    BridgeError,
+    CalibrationError,
+    PlanError,
+    SchemeError,
+    UsageError,
+    WriteError,
+    reason,
+    warn,
+)
+from bridge.core.output.directory import check_file_free
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.text import byte_count, size
 from bridge.core.version import versions_of
+from bridge.quant.schemes.load import check_name
 from bridge.quant.schemes.recipe import NONE
 from bridge.sources.opening import open_source
 
@@ -49,6 +60,7 @@ def sensitivity(
     sequence: int | None = None,
     field: str | None = None,
     memory: int | str | None = None,
+    ranking: str | Path | None = None,
     progress: Progress | bool | None = None,
     **options: Unpack[TargetOptions],
 ) -> Sensitivity:
@@ -58,7 +70,7 @@ def sensitivity(
 
     Args:
         quant: a scheme or a recipe, whose expensive layers are excluded; or a list of scheme names, from which each
-            layer gets the one, or none, with which the sum of costs is least.
+            layer gets the one, or none, with which the sum of costs is least; or "auto:4.8bits:int4_wo,fp8", both.
         data: as `calibrate` takes it; costs are measured on the held-out part.
         samples: number of sequences, 32 for None; an eighth of them, at least one, is held out.
         sequence: tokens per sequence.
@@ -72,6 +84,7 @@ def sensitivity(
             from one forward and backward run on the calibration data; they are not in nats. "block" takes the relative
             squared error of the output of the unit's block; only where the whole model fits is the choice measured.
         memory: bytes that the run may take, or "24GB"; None takes most of what is free.
+        ranking: a JSON file for what was measured, written before a recipe is chosen.
 
     Raises:
         UsageError: an argument is not valid, or the run does not fit into `memory`; no weight has been read.
@@ -94,13 +107,22 @@ def sensitivity(
     limit = None if memory is None else byte_count(memory, "memory=")
     place = Destination(target or "", dict(options), runtime)
     question = Question(quant, kv, method, budget, fallback)
+    for word in quant if question.several else (quant,):
+        check_name(word)
+    kept = None if ranking is None else Path(ranking)
+    if kept:
+        check_file_free(kept, True, "a ranking", ".json")
+        if kept.exists():
+            raise UsageError(f"{kept}: exists already; choose another name for the ranking")
     job = make_job(open_source(model, config, tokenizer), question, place)
     prepared = request.data_of(job.source, data, Sampling(samples, sequence, field))
-    return measured(job, prepared, device, callback_of(progress), limit)
+    return measured(job, prepared, device, callback_of(progress), limit, kept)
 
 
-def measured(job: Job, data: Data, device: str | None, progress: Progress, memory: int | None = None) -> Sensitivity:
-    """Run a job."""
+def measured(
+    job: Job, data: Data, device: str | None, progress: Progress, memory: int | None = None, kept: Path | None = None
+) -> Sensitivity:
+    """Run a job. `kept`: a file for the ranking, before anything is chosen."""
     if not data.held_out:
         raise CalibrationError(f"nothing was held out to measure on: {data.missing or 'give more data'}")
     _check_mixture(job)
@@ -124,6 +146,11 @@ def measured(job: Job, data: Data, device: str | None, progress: Progress, memor
     if found.ranked:
         notes = (*notes, f"single layers were measured on {found.ranked:,} of {found.tokens:,} tokens, to end sooner")
     result = _result(job, data, found, notes)
+    if kept:
+        try:
+            kept.write_text(result.to_json(), encoding="utf-8")
+        except OSError as cause:
+            raise WriteError(f"{kept}: the ranking cannot be written: {reason(cause)}") from cause
     if not job.budget:
         return result
     try:
@@ -195,10 +222,13 @@ def _recipe(job: Job, pick: Pick, choice: Choice, tokens: int) -> tuple[str, Cho
 
 
 def _check_mixture(job: Job) -> None:
-    """Plan a recipe that mixes all schemes; PlanError or SchemeError if none of the outputs may mix them."""
+    """Plan a recipe like the one to choose, which mixes the schemes or excludes every second unit from the one.
+
+    PlanError or SchemeError if none of the outputs may be of that kind.
+    """
     error: BridgeError | None = None
     names = [candidate.name for candidate in job.candidates.formats]
-    for menu in job.candidates.menus if job.several and job.budget else ():
+    for menu in job.candidates.menus if job.budget else ():
         fits = {unit.name: [at for at in menu.bytes if unit.name in menu.bytes[at]] for unit in job.units}
         formats = {name: ats[turn % len(ats)] for turn, (name, ats) in enumerate(fits.items()) if ats}
         choice = Choice("", {name: names[at] for name, at in formats.items()}, 0.0, 0, 0.0, None, 0)

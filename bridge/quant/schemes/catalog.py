@@ -11,7 +11,7 @@ from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import SchemeError, UsageError
 from bridge.core.mappings import find_table_file, mappings, shown, table_files
 from bridge.core.parsing.file_cache import cached_by_file
-from bridge.core.text import nearest
+from bridge.core.text import near, nearest
 from bridge.core.values import BY_SIGN, EITHER, OURS, POSITIVE, WEIGHTED, Format, Numeric
 from bridge.quant.describe import numeric as numeric_in_words
 from bridge.quant.describe import weights
@@ -137,8 +137,9 @@ def named_scheme(name: str) -> Scheme:
         )
     if answer := elsewhere(word):
         raise UsageError(f"quant={name!r} is not a scheme here: {answer}; `qbridge show schemes` lists all")
-    hint = "a recipe is given by its path, ending in .toml"
-    raise UsageError(f"quant={name!r} is unknown; {nearest(name, [*scheme_names(), *aliases])}; {hint}")
+    close = near(name, [*scheme_names(), *aliases])
+    hint = "`qbridge show schemes --all` lists all; a recipe is given by its path, ending in .toml"
+    raise UsageError(f"quant={name!r} is unknown; {f'nearest: {close}; ' if close else ''}{hint}")
 
 
 def _preset(name: str, words: dict[str, Any]) -> Scheme:

@@ -11,6 +11,7 @@ from bridge.core.mappings import mappings, shown, table_files
 from bridge.quant.schemes.catalog import (
     kv_names,
     kv_numeric,
+    layout_of,
     named_scheme,
     read_rule,
     read_scheme,
@@ -52,6 +53,14 @@ def check_schemes() -> list[str]:
         except SchemeError as error:
             problems.append(str(error))
     return problems
+
+
+def check_name(quant: object) -> None:
+    """UsageError for a name that is no scheme's, before a model is opened for it."""
+    word = quant if isinstance(quant, str) else ""
+    aside = word in ("", "none") or word.startswith(AUTO) or word.endswith(".toml") or "/" in word
+    if not aside and layout_of(word) is None:
+        named_scheme(word)
 
 
 def load_scheme(quant: str | Path | Scheme, kv: str | None = None) -> Scheme:

@@ -16,7 +16,7 @@ from bridge.core.errors import UsageError
 from bridge.core.output.names import GENERATION, STEM
 from bridge.core.text import byte_count, fold_problems, nearest
 from bridge.core.values import EITHER, LLM_COMPRESSOR, Format, Numeric, Program, Site, Structure, TensorSpec, main_dtype
-from bridge.planning.contract_files import load_runtime
+from bridge.planning.contract_files import load_runtime, runtimes
 from bridge.planning.contracts import verdict
 from bridge.planning.drafts import check_choice, without_promise
 from bridge.planning.make import CHOSEN_CODES
@@ -59,7 +59,9 @@ UNFOLDED = "pre_quant_scale stays a tensor beside the weights, since no norm fee
 class HfOptions:
     """Options of target `hf`."""
 
-    format: str | None = option(None, f"one of {', '.join(SPELLINGS)}; default: the first that holds the scheme")
+    format: str | None = option(
+        None, f"one of {', '.join(SPELLINGS)}; default: the first that holds the scheme and that a program loads"
+    )
     shard_size: str = option("10GB", "maximum size of a weight file: 300MB, 10GB")
     allow_split: bool = option(
         False, "let a recipe keep some of q, k, v, of gate, up, or of a layer's experts; servers refuse it"
@@ -220,7 +222,8 @@ class Hf(StreamedTarget):
 
 
 def _format_for(scheme: Scheme | None, structure: Structure) -> str:
-    """The first format that holds a scheme's formats and its KV cache; one that says why, if none does.
+    """The first format that holds a scheme's formats and its KV cache and that a program loads; else the first that
+    holds them; one that says why, if none does.
 
     compressed-tensors comes first for scales of either sign, which ModelOpt's keeps positive, if it has the matrices.
     """
@@ -230,10 +233,18 @@ def _format_for(scheme: Scheme | None, structure: Structure) -> str:
     wanted = {*stored.values()} or {*scheme.formats}
     either = any(numeric.search == EITHER for format_ in wanted for numeric in format_.weight)
     first = [COMPRESSED] if either and all(site.layout != "in_out" for site in structure.sites) else []
+    holding = []
     for name in [*first, *SPELLINGS]:
         lacks_cache = scheme.kv is not None and spelling(name).why_kv_unsupported(scheme.kv)
         if not lacks_cache and not any(_why_lacking(name, format_) for format_ in wanted):
-            return name
+            holding.append(name)
+    contracts = [one for program in runtimes() for one in program.contracts if one.target == "hf"]
+    read = {one.options.get("format") for one in contracts if not one.lacks(wanted, structure.architecture)}
+    smoothed = any(format_.prescales for format_ in wanted)
+    if holding and smoothed and any(site.stacked or site.expert is not None for site in structure.sites):
+        return holding[0]  # other formats have no place for the pre-scales of experts
+    if holding:
+        return next((name for name in holding if name in read), holding[0])
     others = any(format_.rounding or format_.weight[0].zero_points for format_ in wanted)
     return COMPRESSED if others else DEFAULT_FORMAT
 

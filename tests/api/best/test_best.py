@@ -263,6 +263,10 @@ def test_rules_with_quantized_inputs_of_experts_are_judged_by_errors_of_outputs(
     model = build(
         "MixtralForCausalLM", torch.float32, hidden_size=64, intermediate_size=64, head_dim=16, num_hidden_layers=1
     )
+    (told,) = [note for note in bridge.plan(model, "hf", "nvfp4:best").notes if "nvfp4:best measures" in note]
+    assert "and none of the whole model (inputs of its experts)" in told
+    (told,) = [note for note in bridge.plan(model, "hf", "nvfp4_wo:best").notes if "nvfp4_wo:best measures" in note]
+    assert "and 2 of the whole model" in told
     made = bridge.calibrate(model, "nvfp4:best", batches(8), candidates="imatrix,mse", progress=False)
     rule = made.provenance.rule
     assert "errors of matrices' outputs" in rule and "KL" not in rule

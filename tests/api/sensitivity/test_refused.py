@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from transformers import (
 
 import bridge
 from bridge.api.sensitivity.job import Question, make_job
-from bridge.core.errors import PlanError, SchemeError
+from bridge.cli.flags import FLAGS
+from bridge.core.errors import BridgeWarning, PlanError, SchemeError, UsageError
 from bridge.sources.opening import open_source
 from tests.models.export_families import GPT2, tokens
 
@@ -54,3 +56,37 @@ def test_a_recipe_that_cannot_be_planned_is_an_error_and_is_not_written(
     monkeypatch.setattr("bridge.api.sensitivity.run.recipe", lambda *_: 'base = "int4_wo"\n')
     with pytest.raises(PlanError, match="in = 80 does not divide"):
         bridge.sensitivity(narrow(384), "int4_wo", tokens(), budget="kl=1")
+
+
+def test_the_recipe_of_one_scheme_is_planned_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("bridge.api.sensitivity.run.recipe", lambda *_: 'base = "int4_wo"\n')
+    monkeypatch.setattr("bridge.api.sensitivity.run.room_for", never)
+    with pytest.raises(PlanError, match="in = 80 does not divide"):
+        bridge.sensitivity(narrow(384), "int4_wo", tokens(), budget="kl=1")
+
+
+@pytest.mark.slow
+def test_the_ranking_is_written_before_a_recipe_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def never(*_: Any) -> None:
+        raise SchemeError("no choice")
+
+    monkeypatch.setattr("bridge.api.sensitivity.run.choose", never)
+    path = tmp_path / "ranking.json"
+    with pytest.raises(SchemeError, match="no choice"), pytest.warns(BridgeWarning, match="the layers were ranked"):
+        bridge.sensitivity(narrow(384), "int4_wo", tokens(), budget="kl=1", ranking=path)
+    found = json.loads(path.read_text())
+    assert {layer["name"] for layer in found["layers"]} == {f"transformer.h.{n}.mlp.c_proj" for n in (0, 1)}
+    with pytest.raises(UsageError, match="exists already; choose another name for the ranking"):
+        bridge.sensitivity(narrow(384), "int4_wo", tokens(), budget="kl=1", ranking=path)
+
+
+def test_auto_says_the_budget_and_the_schemes_with_commas_of_its_own() -> None:
+    assert FLAGS["sensitivity.quant"].read
+    assert FLAGS["sensitivity.quant"].read("auto:9bits:int8_wo,fp8") == "auto:9bits:int8_wo,fp8"
+    job = make_job(open_source(narrow(384)), Question("auto:9bits:int8_wo,fp8"))
+    assert job.several and job.named == ("int8_wo", "fp8") and job.budget and job.budget.text == "9bits"
+    with pytest.raises(UsageError, match="says its budget and schemes; leave out budget='5bits'"):
+        Question("auto:9bits:int8_wo,fp8", budget="5bits")

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPT2Conf
 import bridge  # noqa: E402
 from bridge.core.errors import BridgeError  # noqa: E402
 from bridge.core.values import Numeric  # noqa: E402
+from bridge.planning.contract_files import load_runtime  # noqa: E402
+from bridge.planning.contracts import verdict  # noqa: E402
 from bridge.quant.calibration import Calibration, Provenance  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
@@ -156,6 +158,26 @@ def test_logits_in_transformers_are_those_of_our_weights(tmp_path: Path, preset:
         # transformers 5.23 takes packed zero points, compressed-tensors' own too, for misshapen unless it dequantizes
         if load_scheme(f"ct:{preset}").input is None and preset != "W4A16_ASYM":
             assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(IDS).logits, ours)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+@pytest.mark.parametrize("block", [16, 32, 64, None])
+def test_transformers_loads_integers_in_groups_of_any_size(tmp_path: Path, dtype: str, block: int | None) -> None:
+    """Its contract has a row for each: a kernel would take some, and it decodes all."""
+    source, _ = source_model(tmp_path / "source")
+    size = f'per = "block"\nblock = [{block}]' if block else 'per = "channel"'
+    gate = "cosine = 0.8\nnorm = [0.5, 1.5]"
+    path = tmp_path / "own.toml"
+    path.write_text(
+        f'summary = "own"\n[[weight]]\ndtype = "{dtype}"\n{size}\n[parity.tensor]\n{gate}\n[parity.output]\n{gate}\n'
+    )
+    plan = bridge.plan(source, "transformers", path, format="compressed-tensors")
+    assert not verdict(load_runtime("transformers"), plan).why_not and plan.quantized
+    out = tmp_path / "out"
+    bridge.convert(source, target="hf", quant=path, out=out, format="compressed-tensors", verify=False)
+    with torch.no_grad():
+        ours = open_source(out).load_model()(IDS).logits
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(IDS).logits, ours)
 
 
 @pytest.mark.slow

@@ -1,0 +1,48 @@
+"""The schemes to begin with: each command of the table plans, and each program gets its own list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import bridge
+from bridge.api.advice import MOST, PURPOSES, loaded_by, read_advice, recommended
+from bridge.planning.contract_files import load_runtime, runtime_names
+from bridge.planning.contracts import verdict
+from bridge.quant.schemes.load import load_scheme
+from docs.generate import hardware
+from docs.generate.quality import kl_words
+
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
+COMMANDS = sorted(
+    {(program, name) for row in read_advice() for program in row.programs for name in (row.scheme, row.small)}
+)
+
+
+@pytest.mark.parametrize(("program", "name"), COMMANDS)
+def test_each_command_of_the_table_plans(program: str, name: str) -> None:
+    plan = bridge.plan(MODEL, program, name)
+    assert plan.quantized and not verdict(load_runtime(program), plan).why_not
+
+
+def test_the_table_has_a_figure_or_says_that_there_is_none() -> None:
+    head, _, *rows = hardware.advice().splitlines()
+    assert head.count("KL") == 2 and len(rows) == len(read_advice())
+    for line, row in zip(rows, read_advice(), strict=True):
+        first, small = (f"`--target {row.programs[0]} --quant {name}`" for name in (row.scheme, row.small))
+        assert first in line and f"| {kl_words(row.scheme)} |" in line
+        assert small in line and line.endswith(f"| {kl_words(row.small)} |")
+
+
+@pytest.mark.parametrize("program", runtime_names())
+def test_every_program_has_a_list_of_schemes_that_it_loads(program: str) -> None:
+    runtime = load_runtime(program)
+    found = recommended(runtime)
+    assert found and len(found) <= MOST and {*found} <= {*loaded_by(runtime)}
+    assert all(any(fits(load_scheme(name)) for fits in PURPOSES.values()) for name in found)
+
+
+def test_a_program_that_reads_no_chosen_codes_is_not_given_them() -> None:
+    assert "int4:gptq" not in loaded_by(load_runtime("onnxruntime"))
+    assert "int4:gptq" in loaded_by(load_runtime("vllm"))
