@@ -17,7 +17,6 @@ from bridge.quant.schemes.scheme import Scheme
 from bridge.targets import load_target, make_options
 
 MOST = 8  # schemes of a list at first sight
-SIGNED = ("hf", "gguf", "mlx")  # targets that write codes which calibration chose under scales of either sign
 
 
 def code_bits(scheme: Scheme) -> int:
@@ -72,8 +71,6 @@ def chosen_by_sign(scheme: Scheme) -> bool:
 
 def _loads(contract: Contract, scheme: Scheme) -> bool:
     if contract.lacks(scheme.formats) or (contract.either is None and chosen_by_sign(scheme)):
-        return False
-    if contract.target not in SIGNED and chosen_by_sign(scheme):
         return False
     target = load_target(contract.target)
     options = make_options(target, dict(contract.options))

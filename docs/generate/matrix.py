@@ -9,10 +9,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bridge.api.advice import SIGNED, chosen_by_sign
+from bridge.api.advice import chosen_by_sign
 from bridge.cli.show import architectures
 from bridge.core.mappings import TableFile, own_files, read_table
 from bridge.core.values import Structure
+from bridge.planning.contract_files import runtimes
 from bridge.quant.describe import needs, numeric, weights
 from bridge.quant.schemes.catalog import RULE, kv_names, scheme_names
 from bridge.quant.schemes.load import load_scheme, with_kv
@@ -87,7 +88,7 @@ def address(name: str) -> str:
 def cell(scheme: Scheme, target: Target) -> str:
     """`yes`, the flag that it takes, or `no`."""
     plain = target.Options()
-    if chosen_by_sign(scheme) and target.name not in SIGNED:
+    if chosen_by_sign(scheme) and not _takes_either_sign(target):
         return "no"
     if _fits(scheme, target, plain):
         return "yes"
@@ -95,6 +96,11 @@ def cell(scheme: Scheme, target: Target) -> str:
         if entry.default is False and _fits(scheme, target, dataclasses.replace(plain, **{entry.name: True})):
             return f"`--{entry.name.replace('_', '-')}`"
     return "no"
+
+
+def _takes_either_sign(target: Target) -> bool:
+    """Whether a program reads negative scales of what a target writes."""
+    return any(one.either for program in runtimes() for one in program.contracts if one.target == target.name)
 
 
 def _fits(scheme: Scheme, target: Target, options: Any) -> bool:

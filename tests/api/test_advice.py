@@ -44,5 +44,5 @@ def test_every_program_has_a_list_of_schemes_that_it_loads(program: str) -> None
 
 
 def test_a_program_that_reads_no_chosen_codes_is_not_given_them() -> None:
-    assert "int4:gptq" not in loaded_by(load_runtime("onnxruntime"))
-    assert "int4:gptq" in loaded_by(load_runtime("vllm"))
+    assert "int4:gptq" not in loaded_by(load_runtime("trtllm"))
+    assert all("int4:gptq" in loaded_by(load_runtime(name)) for name in ("vllm", "onnxruntime", "mlx"))

@@ -142,10 +142,10 @@ def test_a_record_from_before_there_were_presets_is_verified_by_its_own_rounding
     ("scheme", "form"),
     [
         ("fp8", "modelopt"), ("int4:rtn", "compressed-tensors"), ("int4:gptq", "compressed-tensors"),
-        ("nvfp4_wo:gptq", "modelopt"), ("nvfp4:gptq", "modelopt"), ("mxfp4_wo:gptq", "modelopt"),
+        ("nvfp4_wo:gptq", "modelopt"), ("nvfp4:gptq", "modelopt"), ("mxfp4_wo:gptq", "compressed-tensors"),
     ],
 )  # fmt: skip
-def test_hf_takes_the_first_format_that_holds_a_scheme(scheme: str, form: str) -> None:
+def test_hf_takes_the_first_format_that_holds_a_scheme_and_that_a_program_loads(scheme: str, form: str) -> None:
     plan = bridge.plan(TINY, "hf", scheme)
     told = [note for note in plan.notes if note.startswith("format ")]
     assert plan.options["format"] == form and bool(told) is (form != "modelopt")
