@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
+from bridge.api.sensitivity.budget import is_automatic
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import BridgeError
 from bridge.core.values import AFFINE
@@ -57,6 +58,10 @@ LAYOUTS = (
      ("llm-compressor RTN", "ModelOpt INT4_BLOCKWISE_WEIGHT_ONLY_CFG")),
     ("NVFP4 weights, no data", ("nvfp4_wo:mse", "nvfp4_wo"), ("llm-compressor NVFP4A16", "ModelOpt W4A16_NVFP4_CFG")),
     ("MXFP4 weights, no data", ("mxfp4_wo:rtn",), ("llm-compressor MXFP4A16",)),
+    ("INT4 in blocks of 32 and the head, for ONNX Runtime, calibrated",
+     ("int4:gptq --target ort --group 32 --vocabulary quantize",
+      "int4:imatrix --target ort --group 32 --vocabulary quantize"),
+     ("onnxruntime-genai int4",)),
     ("INT4 in blocks of 32 and the head, for ONNX Runtime, no data",
      ("int4:rtn --target ort --group 32 --vocabulary quantize",), ("onnxruntime-genai int4",)),
     ("FP8 and inputs by token", ("fp8_pc_pt",), ("llm-compressor FP8_DYNAMIC",)),
@@ -263,7 +268,8 @@ def _value(name: str, model: str, figure: str) -> float:
 
 def _order(found: dict[str, Quality], scheme: str | None) -> tuple[float, float, float]:
     kls = [found.get(model, Quality()).kl for model in (DITHERED, GIVEN)]
-    bits = next(_all_bits(found), 16.0 if scheme in (PLAIN, None) else _bits(str(scheme)))
+    measured = next(_all_bits(found), 16.0 if scheme in (PLAIN, None) else None)
+    bits = _bits(str(scheme)) if measured is None else measured
     return (16 if scheme == PLAIN else int(bits), *(float("inf") if kl is None else kl for kl in kls))  # type: ignore[return-value]
 
 
@@ -271,7 +277,7 @@ def _data(name: str) -> str:
     if name == PLAIN:
         return "no"
     try:
-        measured = layout_of(name.split()[0]) is not None
+        measured = layout_of(name.split()[0]) is not None or is_automatic(name)
         return "yes" if measured or _scheme(name).needs_calibration else "no"
     except BridgeError:  # a scheme that is no longer there
         return ""
@@ -287,7 +293,8 @@ def _code_bits(scheme: Scheme) -> int:
 
 
 def _bits(name: str) -> float:
-    return next(_all_bits(read_quality().get(name, {})), nominal_bits(_scheme(name)))
+    measured = next(_all_bits(read_quality().get(name, {})), None)
+    return nominal_bits(_scheme(name)) if measured is None else measured  # `auto:` has no scheme of its own
 
 
 def _scheme(row: str) -> Scheme:

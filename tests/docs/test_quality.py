@@ -78,9 +78,11 @@ def test_the_page_has_every_scheme_and_says_which_were_not_measured(monkeypatch:
 
 def test_rows_say_their_draws_and_how_far_these_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"int4:gptq": {DITHERED: Quality(bits=4.25, kl=0.3, draws=(0.2, 0.3, 0.4))}, "fp8": {}}
+    rows[AUTOMATIC] = {DITHERED: Quality(bits=4.798, kl=0.25)}  # which has no scheme before it is measured
     monkeypatch.setattr(quality, "read_quality", lambda kind=KINDS[0]: rows if kind == KINDS[0] else {})
     lines = {line.split("`")[1]: line for line in quality.schemes().splitlines() if "`" in line}
     assert "| 3, &#177;0.1000 |" in lines["int4:gptq"] and "177" not in lines["fp8"]
+    assert "| 4.80 | yes |" in lines[AUTOMATIC]
 
 
 def test_a_layout_shows_the_best_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,4 +182,4 @@ def test_the_best_of_a_program_is_loaded_by_it_and_has_the_least_divergence() ->
             name = cell.partition("`")[2].partition("`")[0]
             assert any(not of.lacks(load_scheme(name).formats) for of in by_name[program].contracts)
             assert cell.endswith(f" {quality.kl_words(name)}")
-    assert "[`nvfp4_wo_mse`](nvfp4_wo_mse.md)" in next(line for line in quality.best().splitlines() if "`vllm`" in line)
+    assert "[`nvfp4_wo:mse`](nvfp4_wo-mse.md)" in next(line for line in quality.best().splitlines() if "`vllm`" in line)
