@@ -3,6 +3,7 @@
     python benchmarks/quality.py                                       measure every row that is missing: hours
     python benchmarks/quality.py --only int4:gptq --model tiny-llama   measure these rows, again if they stand
     python benchmarks/quality.py --only "AutoRound 20" --packages DIR  a peer, with its packages in DIR
+    python benchmarks/quality.py --only int4:gptq --draws 3            the mean over draws of calibration rows
     python benchmarks/quality.py --only int4:gptq --task               also lm_eval's accuracy (evaluation/tasks.py)
     python benchmarks/quality.py --only int4:gptq --report             also what the report of the conversion says
 
@@ -10,10 +11,11 @@ One row at a time, written before the next begins. The conversion is a process o
 peak memory count all, imports too. What it wrote is read by other programs (evaluation/reading.py) into float32, inputs
 are quantized by formulas of their own (evaluation/inputs.py), and the model runs on text that calibrates nothing.
 
-SmolLM2-135M: 8 windows of 512 tokens (evaluation/text.py), calibration on 32 rows of 128 tokens of the other text, the
-same rows for peers. `dithered`: noise of half a step of the grid that its weights lie on. Example models: 32 rows of
-128 tokens of the embedded text, calibration with the default data. all-MiniLM-L6-v2: embeddings of 100 sentences of
-Python's language reference. All on one thread. A row's name is what follows `--quant`, with options of `convert`.
+SmolLM2-135M: 8 windows of 512 tokens (evaluation/text.py), calibration on rows of 128 tokens of the other text, as many
+as `convert` takes by default: 32, and 128 of our GPTQ; peers get 32, as `--samples 32` does. `dithered`: noise of half
+a step of the grid that its weights lie on. Example models: 32 rows of 128 tokens of the embedded text, calibration with
+the default data. all-MiniLM-L6-v2: embeddings of 100 sentences of Python's language reference. All on one thread. A
+row's name is what follows `--quant`, with options of `convert`, and of the scheme: "int4:signround steps=20".
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from benchmarks.evaluation.models import Bench, bits, megabytes
 from benchmarks.evaluation.peers import PEERS
 from benchmarks.evaluation.reading import read
 from bridge.api.request import data_of
+from bridge.api.sensitivity.budget import is_automatic
 from bridge.calibration.data import Sampling
 from bridge.core.errors import BridgeWarning
 from bridge.core.mappings import mappings
@@ -67,6 +70,7 @@ json.dump([code, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024], open(sys
 """
 MLX = ["--vocabulary", "keep", "--dtype", "fp16"]  # as other targets: the layers alone
 FOR_MLX = ("mxfp8_wo",)  # no program loads what hf writes of it
+EMPTY = (None, "", ())  # figures that were not measured
 REASONS = {
     "matches no weight": "it quantizes no module of this model",
     "is no multiple of": "rows of this model are no multiple of its blocks",
@@ -88,8 +92,13 @@ class Asked:
 def convert_words(row: str, bench: Bench, out: Path, report: bool = False) -> list[str]:
     """The command that writes one row of a scheme."""
     name, *options = row.split()
-    target, best = target_of(name), layout_of(name) is not None  # measures rules on data
-    words = [sys.executable, "-P", "-m", "bridge", "convert", str(bench.path), "--target", target, "--quant", name]
+    own = [word for word in options if word[0].isalpha() and "=" in word]  # of the scheme: a recipe names them
+    options, quant = [word for word in options if word not in own], name
+    if own:
+        quant = str(out.parent / "recipe.toml")
+        Path(quant).write_text("\n".join([f'base = "{name}"', "[options]", *own]) + "\n")
+    target, best = target_of(name), layout_of(name) is not None or is_automatic(name)  # measures on data
+    words = [sys.executable, "-P", "-m", "bridge", "convert", str(bench.path), "--target", target, "--quant", quant]
     words += MLX if target == "mlx" else []
     if bench.calibration and (report or best or load_scheme(name).needs_calibration):
         options += ["--data", str(bench.calibration), "--compute", "fp32"]
@@ -101,7 +110,7 @@ def target_of(name: str) -> str:
     """Where a row is written: llama.cpp's blocks in GGUF, and what no checkpoint of target hf holds for MLX."""
     if name.startswith(("q", "iq")):  # llama.cpp's names of its blocks and file types
         return "gguf"
-    if layout_of(name):
+    if layout_of(name) or is_automatic(name):
         return "hf"
     hf, scheme = load_target("hf"), load_scheme(name)
     fits = not any(hf.why_unsupported(form, make_options(hf, {})) for form in scheme.formats)
@@ -111,7 +120,7 @@ def target_of(name: str) -> str:
 def peer_words(row: str, bench: Bench, out: Path) -> list[str]:
     """The command that lets a peer write; it gets the rows that bridge calibrates on."""
     data = data_of(bench.source, bench.calibration, Sampling(32, 128))
-    ids = [ids for batch in (*data.batches, *data.held_out) for ids in batch["input_ids"].tolist()][:32]
+    ids = [ids for batch in data.batches for ids in batch["input_ids"].tolist()]
     rows = out.parent / "rows.json"
     rows.write_text(json.dumps(ids))
     return [sys.executable, "-P", "-m", "benchmarks.evaluation.peers", row, str(bench.path), str(out), str(rows)]
@@ -148,6 +157,21 @@ def measure(row: str, bench: Bench, asked: Asked) -> Quality:
     return replace(found, seconds=seconds, memory=memory)
 
 
+def drawn(row: str, bench: Bench, asked: Asked, stands: Quality, draws: int) -> Iterator[Quality]:
+    """Measure a row on the draws that do not stand, or again on the first; of each, the row with the mean KL so far."""
+    kls = list(stands.draws or ([] if stands.kl is None else [stands.kl]))
+    for draw in range(len(kls), draws) or range(1):
+        bench.draw(draw)
+        made = measure(row, bench, asked)
+        if made.kl is None:  # refused, or embeddings
+            yield made
+            return
+        kls[draw : draw + 1] = [made.kl]
+        few = {} if len(kls) < 2 else {"draws": tuple(kls)}
+        yield replace(Quality() if draw else made, kl=sum(kls) / len(kls), **few)
+    bench.draw(0)
+
+
 def figures(model: Any, bench: Bench, asked: Asked) -> Quality:
     """What the outputs of a model say, None: the source, and its answers to the task if that is asked for."""
     found = Quality(**bench.figures(model))
@@ -178,7 +202,7 @@ def add(kind: str, row: str, model: str, quality: Quality, path: Path) -> None:
     found = {kind: read_quality(kind, path) for kind in KINDS}
     rows = found[kind].setdefault(row, {})
     before = Quality() if quality.why else rows.get(model, Quality())
-    new = {key: value for key, value in vars(quality).items() if value not in (None, "")}
+    new = {key: value for key, value in vars(quality).items() if value not in EMPTY}
     rows[model] = replace(before, **(new if quality.why else {**new, "why": ""}))
     write(found, path)
 
@@ -202,13 +226,15 @@ def write(found: Mapping[str, Rows], path: Path) -> None:
 
 
 def _line(model: str, quality: Quality) -> str:
-    figures = [f"{key} = {_figure(key, value)}" for key, value in vars(quality).items() if value not in (None, "")]
+    figures = [f"{key} = {_figure(key, value)}" for key, value in vars(quality).items() if value not in EMPTY]
     return f"{model} = {{ {', '.join(figures)} }}"
 
 
 def _figure(key: str, value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value)
+    if isinstance(value, tuple):
+        return json.dumps([round(one, DIGITS["kl"]) for one in value])
     return repr(round(value, DIGITS[key]) if DIGITS[key] else round(value))
 
 
@@ -228,11 +254,12 @@ def main(given: argparse.Namespace) -> None:
             if stands and not given.only:
                 continue
             if row == PLAIN:
-                quality = replace(figures(None, bench, asked), megabytes=megabytes(bench.path))
+                made: Iterable[Quality] = [replace(figures(None, bench, asked), megabytes=megabytes(bench.path))]
             else:
-                quality = measure(row, bench, asked)
-            print(kind, row, _line(model, quality), flush=True)
-            add(kind, row, model, quality, path)
+                made = drawn(row, bench, asked, stands or Quality(), given.draws)
+            for quality in made:
+                print(kind, row, _line(model, quality), flush=True)
+                add(kind, row, model, quality, path)
 
 
 if __name__ == "__main__":
@@ -240,6 +267,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", metavar="ROW", help="schemes with their options, or peers")
     parser.add_argument("--model", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--packages", type=Path, help="a folder of a peer's packages")
+    parser.add_argument("--draws", type=int, default=1, help="of calibration rows; those that stand are not repeated")
     parser.add_argument("--task", action="store_true", help="also accuracy on the items of evaluation/tasks.py")
     parser.add_argument("--report", action="store_true", help="also the rise of the loss that the report says")
     parser.add_argument("--build", type=Path, default=BUILD, help="where models, text and outputs are kept")

@@ -90,13 +90,18 @@ class Bench:
         self.calibration: Path | None = None  # the default text
         if self.model in REAL:
             text = texts.read_text(self.build)
-            self.calibration = self.build / "calibration.jsonl"
-            texts.write_calibration(text, self.calibration)
+            self.draw(0)
             self.windows = texts.windows(text, self.source.load_tokenizer())
         elif self.language:
             self.windows = _other_rows(self.path)
         else:
             self.texts = _sentences()
+
+    def draw(self, number: int) -> None:
+        """Calibrate on the rows of this draw, if the model is the real one."""
+        if self.model in REAL:
+            self.calibration = self.build / f"calibration{f'-{number}' if number else ''}.jsonl"
+            texts.write_calibration(texts.read_text(self.build), self.calibration, number)
 
     def figures(self, quantized: Any = None) -> dict[str, float]:
         """The figures of a model, or of a directory with a graph; None: of the source itself."""

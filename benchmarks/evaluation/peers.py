@@ -74,10 +74,12 @@ def _round_to_nearest(model: Any) -> Any:
     return QuantizationModifier(config_groups=_int4(model), ignore=["lm_head"])
 
 
-def _gptq(model: Any) -> Any:
+def _gptq(preset: str, model: Any) -> Any:
+    """GPTQ with act-order, of INT4 in blocks that divide the rows, or of a preset."""
     from llmcompressor.modifiers.quantization import GPTQModifier
 
-    return GPTQModifier(config_groups=_int4(model), ignore=["lm_head"], actorder="static")
+    what = {"targets": "Linear", "scheme": preset} if preset else {"config_groups": _int4(model)}
+    return GPTQModifier(**what, ignore=["lm_head"], actorder="static")
 
 
 def auto_round(iterations: int, source: Path, out: Path, rows: list[list[int]]) -> None:
@@ -145,14 +147,18 @@ PEERS: dict[str, Peer] = {
     "llm-compressor W8A16": partial(llm_compressor, partial(_preset, "W8A16")),
     "llm-compressor FP8_DYNAMIC": partial(llm_compressor, partial(_preset, "FP8_DYNAMIC")),
     "llm-compressor NVFP4A16": partial(llm_compressor, partial(_preset, "NVFP4A16")),
+    "llm-compressor MXFP4A16": partial(llm_compressor, partial(_preset, "MXFP4A16")),
     "llm-compressor RTN": partial(llm_compressor, _round_to_nearest),
-    "llm-compressor GPTQ": partial(llm_compressor, _gptq),
+    "llm-compressor GPTQ": partial(llm_compressor, partial(_gptq, "")),
+    "llm-compressor GPTQ NVFP4A16": partial(llm_compressor, partial(_gptq, "NVFP4A16")),
+    "llm-compressor GPTQ MXFP4A16": partial(llm_compressor, partial(_gptq, "MXFP4A16")),
     "AutoRound 20": partial(auto_round, 20),
     "AutoRound 200": partial(auto_round, 200),
     "ModelOpt INT8_WEIGHT_ONLY_CFG": partial(modelopt, "INT8_WEIGHT_ONLY_CFG"),
     "ModelOpt FP8_DEFAULT_CFG": partial(modelopt, "FP8_DEFAULT_CFG"),
     "ModelOpt INT4_BLOCKWISE_WEIGHT_ONLY_CFG": partial(modelopt, "INT4_BLOCKWISE_WEIGHT_ONLY_CFG"),
     "ModelOpt INT4_AWQ_CFG": partial(modelopt, "INT4_AWQ_CFG"),
+    "ModelOpt W4A16_NVFP4_CFG": partial(modelopt, "W4A16_NVFP4_CFG"),
     "onnxruntime-genai int4": genai,
     "ONNX Runtime MatMulNBits": ort_quantizer,
 }

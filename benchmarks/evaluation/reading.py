@@ -7,6 +7,7 @@ package is used.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -61,7 +62,15 @@ class Layout:
             from compressed_tensors.quantization import QuantizationConfig
 
             self.compressed = QuantizationConfig.model_validate(dict(config))
-            (self.group,) = self.compressed.config_groups.values()
+            self.group, *_ = self.compressed.config_groups.values()
+
+    def of(self, module: str) -> Layout:
+        """The same with the group of one module, which a mixed recipe names."""
+        if self.method != "compressed-tensors" or len(self.compressed.config_groups) == 1:
+            return self
+        one = copy.copy(self)
+        (one.group,) = [group for group in self.compressed.config_groups.values() if module in group.targets]
+        return one
 
     def weight(self, parts: Parts) -> torch.Tensor:
         """Float32 [out, in] of one module."""
@@ -190,9 +199,10 @@ def _fill(model: Any, stored: dict[str, torch.Tensor], layout: Layout | None) ->
         if module is None:
             continue
         if layout and parts.keys() & set(CODES):
-            weight = layout.weight({part: tensor for part, tensor in parts.items() if part != "bias"})
+            of = layout.of(name)
+            weight = of.weight({part: tensor for part, tensor in parts.items() if part != "bias"})
             parts = parts | {"weight": weight.T if isinstance(module, Conv1D) else weight}
-            if quantize := layout.input(parts | {"weight": stored.get(f"{name}.weight", weight)}):
+            if quantize := of.input(parts | {"weight": stored.get(f"{name}.weight", weight)}):
                 module.register_forward_pre_hook(lambda _, args, quantize=quantize: (quantize(args[0]), *args[1:]))
         for part, parameter in module.named_parameters(recurse=False):
             if part in parts:

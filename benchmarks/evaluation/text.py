@@ -66,9 +66,12 @@ def plain(page: str) -> str:
     return "\n".join(line for line in lines if len(line) > 80 and line[0] not in "*#:;|!={}[")
 
 
-def write_calibration(text: Text, path: Path) -> None:
-    """The records that bridge and its peers calibrate on, one JSON object a line."""
-    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in text.calibration), encoding="utf-8")
+def write_calibration(text: Text, path: Path, draw: int = 0) -> None:
+    """The records that bridge and its peers calibrate on, one JSON object a line; each draw has another order."""
+    documents = list(text.calibration)
+    if draw:
+        random.Random(draw).shuffle(documents)
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
 
 
 def windows(text: Text, tokenizer: Any, count: int = WINDOWS, length: int = TOKENS) -> list[list[int]]:

@@ -37,6 +37,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "quality-schemes": quality.schemes,
     "quality-peers": quality.peers,
     "quality-small": quality.small,
+    "quality-layouts": quality.layouts,
     "quality-tasks": quality.tasks,
     "quality-reports": quality.reports,
     "picks": quality.picks,

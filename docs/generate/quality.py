@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from bridge.api.advice import PURPOSES, best_of, loaded_by
+from bridge.api.sensitivity.budget import is_automatic
 from bridge.core.errors import BridgeError
 from bridge.planning.contract_files import runtimes
 from bridge.quant.describe import input_bits, nominal_bits
@@ -44,6 +45,27 @@ PICKS = (
     ("llama.cpp, 4 bits", "q4_0_imatrix", "`q4_0` takes no data; K-quants need rows of 256 values, not measured here"),
     ("llama.cpp, 8 bits", "q8_0", "no data"),
 )
+# A layout, and the rows that write it: ours, and those of other programs.
+LAYOUTS = (
+    ("INT4 in blocks of 64, calibrated",
+     ("int4:gptq", "int4:gptq --samples 32", "int4:imatrix", "int4:signround steps=20 --samples 32",
+      "int4_gptq", "int4_awq"),
+     ("AutoRound 20", "AutoRound 200", "llm-compressor GPTQ", "ModelOpt INT4_AWQ_CFG")),
+    ("NVFP4 weights, calibrated", ("nvfp4_wo:gptq", "nvfp4_wo:imatrix"), ("llm-compressor GPTQ NVFP4A16",)),
+    ("MXFP4 weights, calibrated", ("mxfp4_wo:gptq", "mxfp4_wo:imatrix"), ("llm-compressor GPTQ MXFP4A16",)),
+    ("INT4 in blocks of 64, no data", ("int4:rtn", "int4_mse", "int4_wo"),
+     ("llm-compressor RTN", "ModelOpt INT4_BLOCKWISE_WEIGHT_ONLY_CFG")),
+    ("NVFP4 weights, no data", ("nvfp4_wo:mse", "nvfp4_wo"), ("llm-compressor NVFP4A16", "ModelOpt W4A16_NVFP4_CFG")),
+    ("MXFP4 weights, no data", ("mxfp4_wo:rtn",), ("llm-compressor MXFP4A16",)),
+    ("INT4 in blocks of 32 and the head, for ONNX Runtime, calibrated",
+     ("int4:gptq --target ort --group 32 --vocabulary quantize",
+      "int4:imatrix --target ort --group 32 --vocabulary quantize"),
+     ("onnxruntime-genai int4",)),
+    ("INT4 in blocks of 32 and the head, for ONNX Runtime, no data",
+     ("int4:rtn --target ort --group 32 --vocabulary quantize",), ("onnxruntime-genai int4",)),
+    ("FP8 and inputs by token", ("fp8_pc_pt",), ("llm-compressor FP8_DYNAMIC",)),
+    ("INT8 by channel", ("int8_wo",), ("llm-compressor W8A16", "ModelOpt INT8_WEIGHT_ONLY_CFG")),
+)  # fmt: skip
 
 
 def schemes() -> str:
@@ -69,6 +91,31 @@ def _on_example(found: Rows) -> str:
     beside = _cell(read_quality().get("int4:rtn", {}).get(model), "kl", ".4f")
     text = f"Measured on {model} alone, by KL: {', '.join(figures)}; `int4:rtn` of `bridge` {beside} there."
     return text if alone else ""
+
+
+def layouts() -> str:
+    """A row for each layout: our best row, the best of other programs, and how much lower ours is."""
+    found = {kind: read_quality(kind) for kind in KINDS}
+    rows = []
+    for layout, ours, theirs in LAYOUTS:
+        (kl, name), (least, peer) = _first(found[KINDS[0]], ours), _first(found[KINDS[1]], theirs)
+        lower = f"{100 * (1 - kl / least):.0f} %" if max(kl, least) < math.inf else ""
+        rows.append([layout, _with_kl(name, kl), _with_kl(peer, least), lower])
+    return table(["layout", "best of bridge", "best of other programs", "lower by"], rows)
+
+
+def _first(found: Rows, names: Iterable[str]) -> tuple[float, str]:
+    """The least KL of these rows on the dithered model, and the row; infinite if none was measured."""
+    return min((_kl(found, name), name) for name in names)
+
+
+def _kl(found: Rows, name: str) -> float:
+    kl = found.get(name, {}).get(DITHERED, Quality()).kl
+    return math.inf if kl is None else kl
+
+
+def _with_kl(name: str, kl: float) -> str:
+    return f"`{name}` {kl:.4f}" if kl < math.inf else NOT
 
 
 def small() -> str:
@@ -167,8 +214,8 @@ def kl_words(name: str) -> str:
 
 def _heads(first: str, data: str) -> list[str]:
     return [
-        first, "bits", data, "given: KL", "&#177;", "perplexity", "top-1", "dithered: KL", "&#177;", "MB", "CPU s",
-        "peak MB",
+        first, "bits", data, "given: KL", "&#177;", "perplexity", "top-1", "dithered: KL", "&#177;", "draws", "MB",
+        "CPU s", "peak MB",
     ]  # fmt: skip
 
 
@@ -179,9 +226,13 @@ def _row(name: str, found: dict[str, Quality], data: str) -> list[str]:
     bits = _cell(one, "bits", ".2f") or (f"{nominal_bits(load_scheme(name)):.2f}" if name in scheme_names() else "")
     figures = [_cell(given, "kl", ".4f"), _cell(given, "kl_error", ".4f")]
     figures += [_cell(given, "perplexity", ".2f"), _cell(given, "agreement", ".3f")]
-    figures += [_cell(dithered, "kl", ".4f"), _cell(dithered, "kl_error", ".4f")]
+    figures += [_cell(dithered, "kl", ".4f"), _cell(dithered, "kl_error", ".4f"), _draws(dithered)]
     ends = [_cell(one, "megabytes", ".0f"), _cell(one, "seconds", ".0f"), _cell(one, "memory", ".0f")]
     return [shown, bits, data, *figures, *ends]
+
+
+def _draws(quality: Quality | None) -> str:
+    return f"{len(quality.draws)}, &#177;{quality.spread:.4f}" if quality and quality.spread is not None else ""
 
 
 def _cell(quality: Quality | None, figure: str, form: str, notes: dict[str, int] | None = None) -> str:
@@ -208,7 +259,8 @@ def _value(name: str, model: str, figure: str) -> float:
 
 def _order(found: dict[str, Quality], scheme: str | None) -> tuple[float, float, float]:
     kls = [found.get(model, Quality()).kl for model in (DITHERED, GIVEN)]
-    bits = next(_all_bits(found), 16.0 if scheme in (PLAIN, None) else _bits(str(scheme)))
+    measured = next(_all_bits(found), 16.0 if scheme in (PLAIN, None) else None)
+    bits = _bits(str(scheme)) if measured is None else measured
     return (16 if scheme == PLAIN else int(bits), *(float("inf") if kl is None else kl for kl in kls))  # type: ignore[return-value]
 
 
@@ -216,7 +268,7 @@ def _data(name: str) -> str:
     if name == PLAIN:
         return "no"
     try:
-        measured = layout_of(name.split()[0]) is not None
+        measured = layout_of(name.split()[0]) is not None or is_automatic(name)
         return "yes" if measured or _scheme(name).needs_calibration else "no"
     except BridgeError:  # a scheme that is no longer there
         return ""
@@ -227,7 +279,8 @@ def _link(name: str, base: str = "") -> str:
 
 
 def _bits(name: str) -> float:
-    return next(_all_bits(read_quality().get(name, {})), nominal_bits(_scheme(name)))
+    measured = next(_all_bits(read_quality().get(name, {})), None)
+    return nominal_bits(_scheme(name)) if measured is None else measured  # `auto:` has no scheme of its own
 
 
 def _scheme(row: str) -> Scheme:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import json
 import sys
 import zipfile
 from pathlib import Path
@@ -20,11 +21,12 @@ from benchmarks.evaluation.figures import Window, compare, embeddings, summary
 from benchmarks.evaluation.models import Bench, bits, dither
 from benchmarks.evaluation.reading import read, tensors
 from benchmarks.evaluation.tasks import ENDS, items, write_task
-from benchmarks.evaluation.text import ARTICLE, NEWS, WIKIPEDIA, Text, plain, read_text, windows
+from benchmarks.evaluation.text import ARTICLE, NEWS, WIKIPEDIA, Text, plain, read_text, windows, write_calibration
 from benchmarks.leave_one_out import alone, rounded
 from bridge.core.errors import BridgeError
 from bridge.quant.codec.decode import decode
 from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.quality import DITHERED, KINDS, PLAIN, Quality, read_quality
 from bridge.streaming.written import OutputReader
 from bridge.targets.hf.runtime import Rebuilt
@@ -180,6 +182,21 @@ def test_files_are_read_as_our_own_reader_reads_them(
     assert hooked == (len(plan.quantized) if plan.quantized[0].format.input else 0)
 
 
+def test_each_module_of_a_mixed_file_is_read_by_its_own_group(tmp_path: Path) -> None:
+    recipe = tmp_path / "mixed.toml"
+    rules = ['layers = [0]\nquant = "fp8_pc_pt"', 'layers = [1]\nquant = "nvfp4_wo"']
+    recipe.write_text("\n".join(['base = "int4:rtn"', *(f"[[rule]]\n{rule}" for rule in rules)]))
+    out = tmp_path / "out"
+    bridge.convert(LLAMA, "hf", recipe, out, verify=False, progress=False)
+    model, plan = read(out, LLAMA, language=True), load_manifest(out).plan
+    ours = Rebuilt(out, plan)
+    for step in plan.quantized:
+        weight = model.get_parameter(step.source).detach().numpy()
+        assert np.allclose(weight, ours.read(step.source), rtol=1e-5, atol=1e-7), step.source
+    hooked = [name for name, module in model.named_modules() if module._forward_pre_hooks]
+    assert hooked and all(".layers.0." in name for name in hooked)
+
+
 @pytest.mark.slow
 def test_the_figures_are_those_of_modelopts_fake_quantized_model(tmp_path: Path) -> None:
     from bridge.api.verbs import fake_quantize
@@ -217,6 +234,50 @@ def test_a_row_is_written_and_read_and_keeps_what_was_not_measured_again(tmp_pat
     assert read_quality(path=path)[PLAIN][DITHERED] == Quality(why="no")
 
 
+def test_the_kl_of_a_row_is_the_mean_over_draws_that_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    kls = {0: 0.2, 1: 0.3, 2: 0.4}
+
+    class Drawn:
+        def draw(self, number: int) -> None:
+            made.append(number)
+
+    monkeypatch.setattr(
+        quality, "measure", lambda *_: Quality(kl=kls[made[-1]], perplexity=20.0 + made[-1], agreement=0.5)
+    )
+
+    def run(stands: Quality, draws: int) -> Quality:
+        made.clear()
+        path = tmp_path / "quality.toml"
+        path.write_text("")
+        quality.add("scheme", "int4:gptq", DITHERED, stands, path)
+        for one in quality.drawn("int4:gptq", Drawn(), quality.Asked(), stands, draws):  # type: ignore[arg-type]
+            quality.add("scheme", "int4:gptq", DITHERED, one, path)  # each draw, so that a run that ends keeps them
+        return read_quality(path=path)["int4:gptq"][DITHERED]
+
+    found = run(Quality(), 3)
+    assert made == [0, 1, 2, 0] and found.draws == (0.2, 0.3, 0.4)  # the first is left for the next row
+    assert (found.kl, found.perplexity, found.spread) == pytest.approx((0.3, 20, 0.1))
+    more = run(Quality(kl=0.25, perplexity=20.5), 3)
+    assert made == [1, 2, 0] and more.draws == (0.25, 0.3, 0.4)
+    assert more.perplexity == 20.5 and more.kl == pytest.approx(0.31667)
+    again = run(Quality(kl=0.3, draws=(0.9, 0.3, 0.4)), 1)
+    assert made == [0, 0] and again.draws == (0.2, 0.3, 0.4) and again.perplexity == 20
+    assert run(Quality(), 1).draws == () and run(Quality(), 1).spread is None
+
+
+def test_each_draw_calibrates_on_other_rows_of_the_same_documents(tmp_path: Path) -> None:
+    made = Text(tuple(f"document {at}" for at in range(20)), (), ())
+    paths = [tmp_path / f"{draw}.jsonl" for draw in range(3)]
+    for draw, path in enumerate(paths):
+        write_calibration(made, path, draw)
+    first, *others = (path.read_text().splitlines() for path in paths)
+    assert [json.loads(line)["text"] for line in first] == list(made.calibration)
+    assert all(sorted(other) == sorted(first) and other != first for other in others) and others[0] != others[1]
+
+
 @pytest.mark.parametrize("quant", ["affine3", "affine4", "mxfp8_wo", "int4:rtn"])
 def test_mlxs_files_are_read_as_our_own_decoder_reads_them(quant: str, tmp_path: Path) -> None:
     options = {"vocabulary": "keep", "dtype": "fp16"}
@@ -237,6 +298,7 @@ def test_mlxs_files_are_read_as_our_own_decoder_reads_them(quant: str, tmp_path:
     [
         ("affine2", "mlx", False), ("mxfp8_wo", "mlx", False), ("iq4_nl", "gguf", False), ("q4_0", "gguf", False),
         ("q4_k_m:imatrix", "gguf", True), ("int4:best", "hf", True), ("int4", "hf", True), ("int4:rtn", "hf", False),
+        ("auto:4.8bits", "hf", True),
         ("nvfp4_wo:gptq", "hf", True), ("fp8_block_dynamic", "hf", False), ("ct:W4A16", "hf", False),
     ],
 )  # fmt: skip
@@ -268,6 +330,9 @@ def test_commands_say_data_and_options(tmp_path: Path) -> None:
     words = quality.convert_words("int4:gptq --group 32", bench, tmp_path / "out")
     assert words[words.index("--quant") + 1] == "int4:gptq" and words[words.index("--group") + 1] == "32"
     assert "--data" in words and "--no-verify" in words
+    words = quality.convert_words("int4:signround steps=20 --group 32", bench, tmp_path / "out")
+    options = load_scheme(words[words.index("--quant") + 1]).options
+    assert dict(options)["steps"] == 20 and "steps=20" not in words and {"--data", "--group"} <= {*words}
     words = quality.convert_words("q8_0", bench, tmp_path / "out", report=True)
     assert words[words.index("--target") + 1] == "gguf" and "--no-verify" not in words and "--data" in words
     assert "--data" not in quality.convert_words("int8_wo", bench, tmp_path / "out")

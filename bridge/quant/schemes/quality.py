@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,9 @@ class Quality:
     """What a scheme, or another program, makes of one model.
 
     `bits`: on disk, a value of the matrices of layers; unquantized ones count 16. `megabytes`: of all files. `kl`: nats
-    a token, from the unquantized model, `kl_error` its standard error over windows. `agreement`: the share of tokens
-    where both models foresee the same. `cosine`, `error`: of embeddings, `error` relative to their length. `accuracy`:
+    a token, from the unquantized model, `kl_error` its standard error over windows. `draws`: the KL of each draw of
+    calibration rows, `kl` then their mean; other figures are of the first draw. `agreement`: the share of tokens where
+    both models foresee the same. `cosine`, `error`: of embeddings, `error` relative to their length. `accuracy`:
     on the items of the task. `reported`: the rise of the loss by the report of the conversion, nats a token.
     `seconds`: of the processor, the whole command, and `memory` its peak in MB. `why`: why nothing was measured.
     """
@@ -33,6 +35,7 @@ class Quality:
     megabytes: float | None = None
     kl: float | None = None
     kl_error: float | None = None
+    draws: tuple[float, ...] = ()
     perplexity: float | None = None
     agreement: float | None = None
     cosine: float | None = None
@@ -42,6 +45,11 @@ class Quality:
     seconds: float | None = None
     memory: float | None = None
     why: str = ""
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation of KL over draws of calibration rows; None if one was measured."""
+        return statistics.stdev(self.draws) if len(self.draws) > 1 else None
 
     @property
     def older(self) -> bool:
@@ -67,7 +75,7 @@ def read_quality(kind: str = KINDS[0], path: Path | None = None) -> Rows:
             if model not in MODELS:
                 raise table.place(f"{kind}.{name}", model).error(f"{model} is not a model that is measured")
             try:
-                found[name][model] = Quality(**figures)
+                found[name][model] = Quality(**{**figures, "draws": tuple(figures.get("draws", ()))})
             except TypeError as error:
                 raise TableError(f"{table.name}: [{kind}.{name}] {model}: {error}") from error
     return found

@@ -143,6 +143,13 @@ def test_experts_in_one_tensor_cost_what_their_file_does(tmp_path: Path) -> None
     assert costs and min(costs) > 0
 
 
+def test_auto_chooses_among_weights_in_fp4_too() -> None:
+    """They have half the KL of int4:imatrix on the real model, for a quarter of a bit."""
+    source = open_source(MODEL)
+    job = automatic_job(source, structure_of(source), [], parse_budget("5bits"), None, Destination("hf"))
+    assert {"nvfp4_wo:imatrix", "int4:imatrix"} < {*job.named}
+
+
 def test_auto_takes_the_importance_of_experts_in_one_tensor() -> None:
     from tests.models.decoder_families import build
 
