@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.calibration.reference_outputs import answer_again, mean_perplexity, next_token_loss
+from bridge.calibration.reference_outputs import mean_perplexity, next_token_loss
 from bridge.core.dtypes import UNIT
 from bridge.core.errors import CannotRun
 from bridge.core.machine import returning_pages
@@ -17,9 +17,8 @@ from bridge.core.progress import Progress, no_progress
 from bridge.planning.plan import Plan, Step
 from bridge.quant.calibration import HeldOut
 from bridge.quant.schemes.grammar import Gate
-from bridge.sources.source import Source
 from bridge.targets.target import LOG_PROBABILITIES, Runnable
-from bridge.verification.parity import OutputParity
+from bridge.verification.parity import Evaluation, OutputParity
 
 # float32 sums of a few thousand products in another order: the largest relative L2 error of an unquantized graph.
 FLOAT_ERROR = 1e-3
@@ -76,6 +75,7 @@ def output_parity(
     within: float = FLOAT_ERROR,
     errors: float = 1.0,
     run_last: Run | None = None,
+    centred: bool = True,
 ) -> tuple[OutputParity, ...]:
     """Run the written model on held-out inputs and compare its outputs with those of the references.
 
@@ -83,7 +83,11 @@ def output_parity(
     the difference must also stay below the scheme's own error, times `errors`: one code that flips at a tie (6
     of 98,304 in the first layer of a BERT in fp8) changes every later layer and token, so only single nodes can be
     compared for equality. `run_last`: it gives outputs of the last token alone, and reads a prefix for each position.
+    `centred`: compare quantized logits of next tokens less their mean, which softmax does not see.
     """
+    centred = runtime.outputs[0] == LOG_PROBABILITIES or (
+        centred and quantized and references.source_perplexity is not None
+    )
     answers: list[np.ndarray] = []
     losses: list[tuple[float, int]] = []
     if run_last:
@@ -100,7 +104,7 @@ def output_parity(
             losses.append(next_token_loss(first, batch))
         del out, first  # before the next ones are made
         progress(at + 1, len(references.inputs), "run in ONNX Runtime")
-    if runtime.outputs[0] == LOG_PROBABILITIES:
+    if centred:
         answers = [_centered(answers[0])]
         references = replace(references, source=_centered(references.source), quantized=_centered(references.quantized))
     perplexity = mean_perplexity(losses)
@@ -139,11 +143,21 @@ def of_first_tokens(references: HeldOut, tokens: int) -> HeldOut:
     )  # fmt: skip
 
 
-def with_perplexity(outputs: tuple[OutputParity, ...], source: Source, held: HeldOut) -> tuple[OutputParity, ...]:
-    """The same with the perplexity of `source`, the weights of the file, run in torch on all held-out inputs."""
-    perplexity = answer_again(source, held).source_perplexity
-    others = {"source": held.source_perplexity, "modelopt": held.quantized_perplexity}
-    return tuple(replace(row, perplexity=perplexity, reference_perplexity=others[row.reference]) for row in outputs)
+def with_evaluation(
+    outputs: tuple[OutputParity, ...], evaluation: Evaluation | None, gated: bool
+) -> tuple[OutputParity, ...]:
+    """The same with the perplexities of an evaluation, which rests on more tokens; it judges them unless `gated`."""
+    if evaluation is None:
+        return outputs
+    rows = []
+    for row in outputs:
+        if row.reference == "source":
+            row = replace(row, perplexity=evaluation.perplexity, reference_perplexity=evaluation.source_perplexity)
+            row = row if gated or not evaluation.bound else replace(row, passed=True, why="")
+        else:
+            row = replace(row, perplexity=None, reference_perplexity=None)
+        rows.append(row)
+    return tuple(rows)
 
 
 def _of_prefixes(run: Run, output: str, references: HeldOut, progress: Progress) -> tuple[np.ndarray, HeldOut]:
