@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bridge.calibration.data.windows import POSITIONS, enough, evaluated_windows
 from bridge.calibration.reference_outputs import PIECE, divergence, proving
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import CannotRun
@@ -23,13 +24,11 @@ from bridge.quant.calibration import Calibration, HeldOut
 from bridge.quant.schemes.bounds import divergence_bound
 from bridge.sources.source import Source
 from bridge.targets.target import Runnable
-from bridge.verification.parity import POSITIONS, Evaluation
+from bridge.verification.parity import Evaluation
 
 if TYPE_CHECKING:
     from bridge.calibration.source_logits import Logits
 
-# What a minute gives on a few cores. Not measured, so that equal runs evaluate the same windows and give equal figures.
-FLOP = 60 * 30e9
 WORST = 99.0  # nats that stand for infinity in a report
 Batch = Mapping[str, np.ndarray]
 Run = Callable[[Batch], Any]
@@ -49,13 +48,10 @@ def batches_of(held: HeldOut, values: int, whole: bool = False) -> list[Batch]:
 
     `values`: of the model, which limit the windows above the least number. `whole`: take all of them.
     """
-    windows = [np.array([ids], np.int64) for ids in held.windows]
-    width = windows[0].shape[1] if windows else 1
-    least = -(-POSITIONS // max(1, width - 1))
-    most = len(windows) if whole else max(least, int(FLOP / (4.0 * values * width)))
-    batches: list[Batch] = [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in windows[:most]]
-    scored = len(batches) * (width - 1)
-    return batches if scored >= POSITIONS or not held.inputs else [*batches, *held.inputs]
+    windows = evaluated_windows(held.windows, values, whole)
+    rows = [np.array([window], np.int64) for window in windows]
+    batches: list[Batch] = [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in rows]
+    return batches if enough(windows) else [*batches, *held.inputs]
 
 
 @returning_pages()
@@ -106,6 +102,7 @@ def evaluated(run: Run, reference: Reference, computed: str = "", progress: Prog
         perplexity=_perplexity(sums[:, 3].sum() / tokens),
         source_perplexity=_perplexity(sums[:, 2].sum() / tokens),
         computed=computed,
+        few=tokens < POSITIONS,
     )
 
 

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 OUTPUTS_ASIDE = "outputs were not compared"  # how a line of `Parity.not_run` on them begins
-POSITIONS = 2048  # that an evaluation has at least, where the text has them
 EVALUATION = "the cost was not measured"  # how a line of `Parity.not_run` on it begins
 COSINE = "cosine"  # `gate`: for one release, cosine and norm judge language models, too
 NO_MODEL = "this conversion built no model; `qbridge verify` runs it"
@@ -65,8 +64,9 @@ class Evaluation:
 
     `tokens`: positions that were scored, in rows of at most `window`. `kl`: nats a token over the whole vocabulary,
     from the source; `difference`: of the mean next-token losses, written less source. `_error`: their standard errors
-    over rows. `agreement`: the share of positions where both foresee the same token. `computed`: how it ran. `bound`:
-    the most KL that the scheme may have, 0 without; `why`: that it has more.
+    over rows. `agreement`: the share of positions where both foresee the same token. `computed`: how it ran. `few`:
+    the text has fewer positions than wanted. `bound`: the most KL that the scheme may have, 0 without; `why`: that it
+    has more.
     """
 
     tokens: int
@@ -79,13 +79,14 @@ class Evaluation:
     perplexity: float
     source_perplexity: float
     computed: str = ""
+    few: bool = False
     bound: float = 0.0
     passed: bool = True
     why: str = ""
 
     def line(self) -> str:
         """Its figures in one line."""
-        few = "" if self.tokens >= POSITIONS else ", all that is held out"
+        few = ", all that is held out" if self.few else ""
         return (
             f"KL {self.kl:.4f} ± {self.kl_error:.4f}, perplexity {self.source_perplexity:.2f} -> {self.perplexity:.2f} "
             f"(± {self.difference_error:.1%}), same token {self.agreement:.1%}; {self.tokens:,} tokens{few}"

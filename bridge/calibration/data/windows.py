@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 
 WINDOW = 512  # tokens, fewer where the model has fewer positions
 WINDOWS = 8  # by default; the quality table has as many
+POSITIONS = 2048  # that are scored at least, where the text has them
+# What a minute gives on a few cores. Not measured, so that equal runs evaluate the same windows and give equal figures.
+FLOP = 60 * 30e9
 
 
 def free_windows(
@@ -25,3 +28,16 @@ def free_windows(
         at = start + content
     chosen = [free[n * len(free) // count] for n in range(count)] if len(free) > count else free
     return tuple(ids[start : start + length] for start in chosen)
+
+
+def evaluated_windows(windows: Sequence[Sequence[int]], values: int, whole: bool = False) -> Sequence[Sequence[int]]:
+    """Those that a model of so many values is evaluated on: all of them if it is small, or `whole`."""
+    if whole or not windows:
+        return windows
+    least = -(-POSITIONS // max(1, len(windows[0]) - 1))
+    return windows[: max(least, int(FLOP / (4.0 * values * len(windows[0]))))]
+
+
+def enough(windows: Sequence[Sequence[int]]) -> bool:
+    """Whether windows have as many positions as an evaluation should have."""
+    return sum(len(window) - 1 for window in windows) >= POSITIONS
