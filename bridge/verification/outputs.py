@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,18 @@ def _other_scales(step: Step) -> bool:
     return bool(step.feeds or step.coding.bound or averaged or (fused and step.format.weight[0].per == "tensor"))
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How far outputs may lie from others: `within` of the source, without a scheme; `errors`: see `error_factor`.
+
+    `centred`: quantized logits of next tokens are compared less their mean, which softmax does not see.
+    """
+
+    within: float = FLOAT_ERROR
+    errors: float = 1.0
+    centred: bool = True
+
+
 @returning_pages()
 def output_parity(
     runtime: Runnable,
@@ -72,22 +84,18 @@ def output_parity(
     gate: Gate,
     quantized: bool,
     progress: Progress = no_progress,
-    within: float = FLOAT_ERROR,
-    errors: float = 1.0,
+    limits: Limits = Limits(),
     run_last: Run | None = None,
-    centred: bool = True,
 ) -> tuple[OutputParity, ...]:
     """Run the written model on held-out inputs and compare its outputs with those of the references.
 
-    Against "source" the scheme's gate decides; an unquantized model must lie `within`. Against "modelopt"
-    the difference must also stay below the scheme's own error, times `errors`: one code that flips at a tie (6
+    Against "source" the scheme's gate decides; an unquantized model must lie within a limit. Against "modelopt"
+    the difference must also stay below the scheme's own error, times a factor: one code that flips at a tie (6
     of 98,304 in the first layer of a BERT in fp8) changes every later layer and token, so only single nodes can be
     compared for equality. `run_last`: it gives outputs of the last token alone, and reads a prefix for each position.
-    `centred`: compare quantized logits of next tokens less their mean, which softmax does not see.
     """
-    centred = runtime.outputs[0] == LOG_PROBABILITIES or (
-        centred and quantized and references.source_perplexity is not None
-    )
+    predicts = quantized and references.source_perplexity is not None
+    centred = runtime.outputs[0] == LOG_PROBABILITIES or (limits.centred and predicts)
     answers: list[np.ndarray] = []
     losses: list[tuple[float, int]] = []
     if run_last:
@@ -110,12 +118,12 @@ def output_parity(
     perplexity = mean_perplexity(losses)
     ours = _outputs("source", answers[0], references.source, gate, perplexity, references.source_perplexity)
     if not quantized:
-        return (_judged(ours, _above(ours.relative_l2, within)),)
+        return (_judged(ours, _above(ours.relative_l2, limits.within)),)
     if references.quantized.size == 0:
         return (ours,)
     theirs = _outputs("modelopt", answers[0], references.quantized, gate, perplexity, references.quantized_perplexity)
     own_error = relative_l2(references.quantized, references.source)
-    most = max(own_error * errors, FLOAT_ERROR)
+    most = max(own_error * limits.errors, FLOAT_ERROR)
     return ours, _judged(theirs, theirs.why or _above(theirs.relative_l2, most))
 
 

@@ -28,6 +28,7 @@ from bridge.targets.manifest import Manifest, altered
 from bridge.targets.target import Runnable
 from bridge.verification.evaluation import Reference, candidate, evaluated, judged, reference_of
 from bridge.verification.outputs import (
+    Limits,
     error_factor,
     first_tokens,
     float_error,
@@ -121,10 +122,8 @@ def _run(
     reference, not_run = _reference(source, references, plan, check, progress)
     runtime = target.runtime(directory)
     last = runtime.run if plan.options.get("logits") == "last" else getattr(runtime, "run_last", None)
-    outputs = output_parity(
-        runtime, references, manifest.output_gate, quantized, progress, float_error(plan), error_factor(plan), last,
-        centred=not old,
-    )  # fmt: skip
+    limits = Limits(float_error(plan), error_factor(plan), centred=not old)
+    outputs = output_parity(runtime, references, manifest.output_gate, quantized, progress, limits, last)
     layers = target.layer_errors(directory, plan, source, references.inputs[0], runtime) if quantized else ()
     evaluation = None
     if reference:

@@ -15,6 +15,7 @@ from bridge.calibration.data.windows import free_windows
 from bridge.calibration.source_logits import InFile, OfHead, source_logits
 from bridge.verification.evaluation import Reference, batches_of, evaluated
 
+MODEL = "examples/models/tiny-llama"
 TINY = {
     "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 3, "vocab_size": 70,
     "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 64,
@@ -135,18 +136,26 @@ def test_an_evaluation_goes_through_a_calibration_and_a_report(tmp_path: Path) -
     from bridge.quant.calibration import Calibration
     from bridge.reporting.report import report_from_dict
 
-    calibration = bridge.calibrate("examples/models/tiny-llama", "fp8", samples=4, progress=False)
+    calibration = bridge.calibrate(MODEL, "fp8", samples=4, progress=False)
     calibration.save(tmp_path / "fp8.safetensors")
     held = Calibration.load(tmp_path / "fp8.safetensors").held_out
     assert held and held.windows and held.windows == calibration.held_out.windows
-    report = bridge.convert(
-        "examples/models/tiny-llama", "hf", "fp8", tmp_path / "out", calib=calibration, evaluate="3k", progress=False
-    )
+    report = bridge.convert(MODEL, "hf", "fp8", tmp_path / "out", calib=calibration, evaluate="3k", progress=False)
     found = report.parity.evaluation
     assert found and found.tokens >= 2048 and found.computed == "float32, inputs quantized" and 0 < found.bound < 0.2
     import json
 
     assert report_from_dict(json.loads(report.to_json())) == report
     assert report.verdicts == {"file": "passed", "cost": "passed"}
-    again = bridge.verify(tmp_path / "out", "examples/models/tiny-llama", progress=False).parity.evaluation
+    again = bridge.verify(tmp_path / "out", MODEL, progress=False).parity.evaluation
     assert again and again.kl == pytest.approx(found.kl, rel=1e-6)
+
+
+def test_convert_and_prune_measure_a_model_on_the_same_windows(tmp_path: Path) -> None:
+    import bridge
+
+    rows = {"samples": 16, "sequence": 128}
+    report = bridge.convert(MODEL, "hf", "int8_wo", tmp_path / "out", evaluate="4k", progress=False, **rows)
+    pruned = bridge.pruned(MODEL, {"ffn": "50%"}, progress=False, **rows)
+    assert report.parity.evaluation and pruned.perplexity
+    assert report.parity.evaluation.source_perplexity == pytest.approx(pruned.perplexity[0], rel=1e-5)

@@ -124,7 +124,7 @@ def pruned(
 
 
 def on_windows(data: Data, source: Source) -> Data:
-    """The data with the windows that `convert` evaluates this model on as held-out inputs."""
+    """The data with the windows that `convert` evaluates this model on, of equal rows, as held-out inputs."""
     import torch
 
     windows = evaluated_windows(data.windows, sum(spec.size for spec in source.specs.values()))
