@@ -1,4 +1,4 @@
-"""Run a source model on held-out text and keep what its logits are computed from again, in pieces.
+"""Run a source model and keep what gives its logits again.
 
 The logits of 4,088 positions over a vocabulary of 262,144 are 4.3 GB in float32, the inputs of the head 10 MB.
 """

@@ -1,4 +1,4 @@
-"""Measure what a written language model costs, on held-out text, against its source.
+"""Measure what a written language model costs against its source.
 
 KL divergence over the whole vocabulary, next-token losses of both, and how often both foresee the same token.
 """

@@ -1,4 +1,7 @@
-"""Cut windows of text that outputs are evaluated on, where no row is that calibrates or is held out."""
+"""Cut the windows of text that outputs are evaluated on.
+
+They lie where no row is cut that calibrates or is held out.
+"""
 
 from __future__ import annotations
 

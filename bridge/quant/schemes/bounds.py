@@ -1,4 +1,4 @@
-"""How far the outputs of a language model may lie from its source's: a bound of the KL divergence for each scheme.
+"""The KL divergence that each scheme may have.
 
 Bounds follow from what was measured on real models, `mappings/quality.toml`.
 """
