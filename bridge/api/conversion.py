@@ -226,7 +226,10 @@ def _write(
             with clock.stage("verify"):
                 proof = prove(
                     work.directory, manifest, resolved.source, calibration, request.progress,
-                    OutputCheck(decisions.data, decisions.run_output), memory=resolved.memory,
+                    OutputCheck(
+                        decisions.data, decisions.run_output, gate=request.gate, evaluate=request.sampling.evaluate
+                    ),
+                    memory=resolved.memory,
                 )  # fmt: skip
         where = outgoing.where if outgoing else resolved.out
         report = make_report(where, work.directory, manifest, resolved.source, calibration, proof, clock.seconds)
@@ -257,7 +260,7 @@ def _decide(resolved: ResolvedRequest, recipe: str, runs: bool, clock: Clock, me
     """Run every check that comes before writing, and decide what is run and on what."""
     request = resolved.request
     given, data, free = resolved.calibration, None, None
-    runs = runs or resolved.uncalibrated or load_target(request.target).runs
+    runs = runs or resolved.uncalibrated or load_target(request.target).runs or request.sampling.evaluate is not None
     compared = request.verify and runs and resolved.source.can_run and (given is None or given.held_out is None)
     if resolved.uncalibrated:
         assert resolved.scheme

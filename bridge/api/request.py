@@ -13,7 +13,7 @@ from bridge.core.addresses import check_local
 from bridge.core.errors import BridgeError, CalibrationError, SchemeError, UsageError, warn
 from bridge.core.progress import Progress, no_progress
 from bridge.core.remote.path import remote
-from bridge.core.text import fold_problems
+from bridge.core.text import fold_problems, token_count
 from bridge.core.values import Format, Structure, main_dtype
 from bridge.core.version import install
 from bridge.planning.memory import extent, stream_memory
@@ -28,6 +28,7 @@ from bridge.sources.checkpoint import as_stored
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.targets import load_target
+from bridge.verification.parity import COSINE
 
 # Bytes of a calibration file with its held-out reference outputs: 4.2 MB for tiny-llama, which keeps all of them.
 CALIBRATION_BYTES = 16 << 20
@@ -52,6 +53,18 @@ def warn_of(data: Data) -> None:
     """Issue the warnings on data."""
     for text in data.warnings:
         warn(text)
+
+
+def tokens_of(evaluate: int | str | None) -> int | None:
+    """The tokens to evaluate an output on; None takes the default."""
+    return None if evaluate is None else token_count(evaluate, "evaluate= (--evaluate)")
+
+
+def gate_of(gate: str | None) -> str:
+    """UsageError for another gate than "cosine", or None for the one of KL."""
+    if gate not in (None, COSINE):
+        raise UsageError(f"gate={gate!r} (--gate) is unknown; known: {COSINE}; without it, language models go by KL")
+    return gate or ""
 
 
 def data_to_compare(source: Source, data: Any, sampling: Sampling = DEFAULT) -> Data:
@@ -95,6 +108,8 @@ class Request:
     """Values in a block of integer weights: 32, 64 or 128; None takes the scheme's."""
     zero_points: bool = False
     """Whether each block of INT4 weights has a zero point."""
+    gate: str = ""
+    """"cosine" judges language models by cosine and norm of their logits; "" by KL."""
     device: str | None = None
     """Where calibration runs, "cuda:1"; None leaves the model where it is."""
     config: Mapping[str, Any] | str | Path | None = None

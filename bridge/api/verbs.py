@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from bridge.api import conversion
 from bridge.api.best.choose import calibrated, candidates_to_calibrate
 from bridge.api.plans import scheme_of
-from bridge.api.request import Request, data_of, data_to_compare
+from bridge.api.request import Request, data_of, data_to_compare, gate_of, tokens_of
 from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
 from bridge.calibration.data import Sampling, check_compute
 from bridge.calibration.job import CalibrationJob
@@ -170,6 +170,8 @@ def convert(
     compute: str | None = None,
     workers: int | None = None,
     candidates: str | Sequence[str] | None = None,
+    evaluate: int | str | None = None,
+    gate: str | None = None,
     **options: Unpack[TargetOptions],
 ) -> Report:
     """Convert a model to the format that `target` loads, quantized by `quant`. A partial output is never published.
@@ -212,6 +214,10 @@ def convert(
         workers: processes that share the calibration, as `calibrate` takes it; the first one writes, and all return its
             report.
         candidates: the rules that "int4:best" measures, as `calibrate` takes them.
+        evaluate: run the output on so many tokens of text, 20000 or "20k", whatever its target; None takes 2,048 or
+            more of the targets that are run.
+        gate: "cosine" judges language models by cosine and norm of their logits, as all others; None by KL. It is for
+            one release, in which a golden or a batch may need the former verdict.
         options: options of the target, see `bridge.targets.<target>.Options`.
 
     Raises:
@@ -222,7 +228,8 @@ def convert(
     (True, 35)
     """
     request = Request(
-        model, target, quant, out, calib=calib, data=data, sampling=Sampling(samples, sequence, field), kv=kv,
+        model, target, quant, out, calib=calib, data=data,
+        sampling=Sampling(samples, sequence, field, evaluate=tokens_of(evaluate)), kv=kv, gate=gate_of(gate),
         device=device, config=config, tokenizer=tokenizer, verify=verify, overwrite=overwrite, resume=resume,
         progress=callback_of(progress), memory=None if memory is None else byte_count(memory, "memory="),
         runtime=runtime, options=dict(options), compute=compute, base=base, adapter=adapter, candidates=candidates,
@@ -240,6 +247,8 @@ def verify(
     data: Any = None,
     tokenizer: Any = None,
     base: Any = None,
+    evaluate: int | str | None = None,
+    gate: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Report:
     """Re-read a written model, compare every weight with its source, and run it; returns a new report.
@@ -249,6 +258,7 @@ def verify(
             base if it is kept beside `out`.
         data: held-out text or batches; None takes those saved with the calibration, else the embedded text.
         base: the model under an adapter, as `convert` takes it.
+        evaluate, gate: as `convert` takes them.
 
     Raises:
         VerifyError: bridge did not write `out`, or the tensors of `against` have other names or shapes.
@@ -270,11 +280,12 @@ def verify(
         raise VerifyError(f"{directory} was not made from {source.where}: their tensors differ in name, shape or dtype")
     saved = directory / CALIBRATION
     calibration = Calibration.load(saved) if saved.exists() and data is None else None
+    tokens = tokens_of(evaluate)
     with clock.stage("verify"):
-        prepared = None if calibration and calibration.held_out else data_to_compare(source, data)
-        proof = prove(
-            directory, manifest, source, calibration, callback_of(progress), OutputCheck(prepared, rerun=True)
-        )
+        held = calibration and calibration.held_out
+        prepared = None if held else data_to_compare(source, data, Sampling(evaluate=tokens))
+        check = OutputCheck(prepared, rerun=True, gate=gate_of(gate), evaluate=tokens)
+        proof = prove(directory, manifest, source, calibration, callback_of(progress), check)
     return make_report(directory, directory, manifest, source, calibration, proof, clock.seconds)
 
 

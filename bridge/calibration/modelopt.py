@@ -344,7 +344,7 @@ def _held_out(model: Any, fake: FakeModel, job: CalibrationJob) -> HeldOut:
     if simulated:
         with quiet():
             quantized = Answers(batches, model, source.sampled).take_all(runner(fake.model), done)
-    return held_out_of(batches, source, quantized)
+    return held_out_of(job.data, source, quantized)
 
 
 def simulates(scheme: Scheme) -> bool:

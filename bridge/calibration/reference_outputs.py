@@ -45,7 +45,7 @@ def answer_of(model: Any, data: Data) -> HeldOut:
         except Exception as error:
             raise CalibrationError(f"{refused(model, batch, error)}; give batches with the inputs it needs") from error
 
-    return held_out_of(data.held_out, Answers(data.held_out, model).take_all(step), None)
+    return held_out_of(data, Answers(data.held_out, model).take_all(step), None)
 
 
 @returning_pages()
@@ -230,10 +230,14 @@ def kl(plain: Any, other: Any, rows: Any) -> float:
     width = plain.shape[-1]
     plain, other, total = plain.reshape(-1, width), other.reshape(-1, width), 0.0
     for part in torch.split(rows, max(1, CHUNK // width)):
-        p, q = (torch.log_softmax(logits[part].double(), -1) for logits in (plain, other))
-        terms = p.exp() * (p - q)
-        total += float(terms.masked_fill(p.isneginf(), 0).sum())  # a token of probability 0 adds nothing
+        total += float(divergence(*(torch.log_softmax(logits[part].double(), -1) for logits in (plain, other))).sum())
     return math.inf if math.isnan(total) else max(total, 0.0)
+
+
+def divergence(plain: Any, other: Any) -> Any:
+    """KL(plain || other) at each position of two tensors of log probabilities."""
+    terms = plain.exp() * (plain - other)
+    return terms.masked_fill(plain.isneginf(), 0).sum(-1)  # a token of probability 0 adds nothing
 
 
 def pick(output: Any, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -288,13 +292,14 @@ class Answers:
         return mean_perplexity(loss for _, loss in sorted(self.losses.items())) if self._predicts else None
 
 
-def held_out_of(batches: Sequence[Mapping[str, Any]], source: Answers, quantized: Answers | None) -> HeldOut:
+def held_out_of(data: Data, source: Answers, quantized: Answers | None) -> HeldOut:
     """Join both models' answers; None: ModelOpt's kernels do not run here."""
     assert source.sampled
     rows, columns = source.sampled
     theirs = quantized.values if quantized else np.empty((rows.size, 0), np.float32)
     loss = quantized.perplexity if quantized else None
-    return HeldOut(as_arrays(batches), rows, columns, source.values, theirs, source.perplexity, loss)
+    windows = data.windows if source.perplexity is not None else ()
+    return HeldOut(as_arrays(data.held_out), rows, columns, source.values, theirs, source.perplexity, loss, windows)
 
 
 def next_token_loss(logits: Any, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:

@@ -241,6 +241,8 @@ FLAGS = {
     "distill.sequence": Flag("tokens in a row; default: 512", int, 512, min=2),
     "field": Flag("key of a JSONL record that holds its text or chat"),
     "device": Flag("where calibration runs: cpu, cuda, cuda:1"),
+    "evaluate": Flag("run the output on so many tokens of text, 20k; default: 2,048 or more of what is run"),
+    "gate": Flag("cosine: judge language models by cosine and norm of logits, as before; default: by KL"),
     "compute": Flag("fp32: calibrate in float32; default: the model's dtype"),
     "memory": Flag(_MEMORY),
     "convert.memory": Flag(_MEMORY, read=byte_count),

@@ -18,7 +18,7 @@ from bridge.core.errors import UsageError
 @verb(
     "qbridge convert meta-llama/Llama-3.1-8B --target hf --quant fp8",
     "model target runtime quant candidates out calib data samples sequence field kv group zero_points device compute "
-    "config tokenizer base adapter overwrite resume verbose verify memory json quiet debug",
+    "config tokenizer base adapter overwrite resume verbose verify evaluate gate memory json quiet debug",
     exits=EXITS, for_target=True, silent=shared,
 )  # fmt: skip
 def convert(terminal: Terminal, **given: Any) -> None:
@@ -97,7 +97,7 @@ def calibrate(terminal: Terminal, model: str, quant: str, out: Path, overwrite: 
 
 @verb(
     "qbridge verify llama-fp8 --against meta-llama/Llama-3.1-8B",
-    "out against data tokenizer base json verbose quiet debug",
+    "out against data tokenizer base evaluate gate json verbose quiet debug",
     exits=EXITS,
 )
 def verify(terminal: Terminal, **given: Any) -> None:

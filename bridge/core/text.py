@@ -200,6 +200,15 @@ def duration(seconds: float) -> str:
     return f"about {round(seconds / 86400)} days"
 
 
+def token_count(text: str | int, name: str = "--evaluate") -> int:
+    """Parse a number of tokens: 20k -> 20_000; `name` is for the error."""
+    match = re.fullmatch(r"([0-9]{1,12})(k|m)?", str(text).strip().lower())
+    count = int(match[1]) * {None: 1, "k": 1000, "m": 1_000_000}[match[2]] if match else 0
+    if not count:
+        raise UsageError(f"{name} {text!r} is not a number of tokens; write 4096 or 20k")
+    return count
+
+
 def byte_count(text: str | int, name: str = "--memory") -> int:
     """Parse a size: 2GB -> 2_000_000_000, 512MiB -> 536_870_912, a bare number is bytes; `name` is for the error."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([kmgt])(i?)b?|b)?", str(text).strip().lower())

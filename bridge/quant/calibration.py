@@ -88,7 +88,8 @@ class HeldOut:
 
     `quantized` is of ModelOpt's fake-quantized model, `source` of the original: output 0, its leading axes flattened,
     at `rows` and `columns` (a vocabulary is too wide to store whole). `quantized` has no columns if ModelOpt's kernels
-    do not run. Perplexities are over all batches, None if the model has no next-token loss.
+    do not run. Perplexities are over all batches, None if the model has no next-token loss. `windows`: token ids of
+    longer pieces of the same text, which outputs are evaluated on; () where the text has none beside its rows.
     """
 
     inputs: tuple[dict[str, np.ndarray], ...]
@@ -98,6 +99,7 @@ class HeldOut:
     quantized: np.ndarray
     source_perplexity: float | None = None
     quantized_perplexity: float | None = None
+    windows: tuple[tuple[int, ...], ...] = ()
 
 
 def of_expert(module: str, number: int | None) -> str:
@@ -290,6 +292,8 @@ class Calibration(Displayed):
             for at, batch in enumerate(held_out.inputs):
                 arrays |= {f"held_out/inputs/{at}/{name}": a for name, a in sorted(batch.items())}
             arrays |= {f"held_out/{key}": getattr(held_out, key) for key in ("rows", "columns", "source", "quantized")}
+            if held_out.windows:
+                arrays["held_out/windows"] = np.array(held_out.windows, np.int64)
         return {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in arrays.items()}
 
     def _metadata(self) -> dict[str, str]:
@@ -360,6 +364,9 @@ def _parse_held_out(arrays: dict[str, np.ndarray], perplexity: Any) -> HeldOut:
             _, at, key = name.split("/", 2)
             batches.setdefault(at, {})[key] = array
             del rest[name]
+    windows = rest.pop("windows", np.empty((0, 0), np.int64))
+    if (windows.dtype.name, windows.ndim) != ("int64", 2):
+        raise ValueError(f"held_out/windows: {windows.dtype} {windows.shape}; expected int64 of 2 axes")
     order = [str(at) for at in range(len(batches))]
     if set(rest) != {"rows", "columns", "source", "quantized"} or set(batches) != set(order):
         raise ValueError(f"held_out contains {sorted(arrays)}")
@@ -374,4 +381,7 @@ def _parse_held_out(arrays: dict[str, np.ndarray], perplexity: Any) -> HeldOut:
     if not pair or not all(p is None or (isinstance(p, float) and p > 0) for p in perplexity):
         raise ValueError(f"perplexity = {perplexity!r}")
     inputs = tuple(batches[at] for at in order)
-    return HeldOut(inputs, **rest, source_perplexity=perplexity[0], quantized_perplexity=perplexity[1])
+    return HeldOut(
+        inputs, **rest, source_perplexity=perplexity[0], quantized_perplexity=perplexity[1],
+        windows=tuple(map(tuple, windows.tolist())),
+    )  # fmt: skip

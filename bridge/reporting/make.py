@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from bridge.core.errors import warn
+from bridge.core.output.names import CALIBRATION
 from bridge.core.output.temporary import write_whole
 from bridge.core.version import versions
 from bridge.planning.plan import Plan
@@ -52,7 +53,9 @@ def make_report(
         scheme=plan.scheme,
         tensors=len(plan.outputs),
         quantized=len(plan.quantized),
-        bytes=sum(path.stat().st_size for glob in target.loads for path in directory.glob(glob)),
+        bytes=sum(
+            path.stat().st_size for glob in target.loads for path in directory.glob(glob) if path.name != CALIBRATION
+        ),
         source_bytes=sum(spec.nbytes for spec in plan.sources.values()),
         seconds={name: round(value, 3) for name, value in seconds.items()},
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,

@@ -13,7 +13,7 @@ from bridge.core.output.names import CARD
 from bridge.core.output.temporary import write_whole
 from bridge.core.text import fold_layers, size
 from bridge.core.version import __version__
-from bridge.reporting.report import Report, count_rows, verdict
+from bridge.reporting.report import Report, cost, count_rows, verdict
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def section(report: Report) -> str:
         "## Quantization",
         f"Scheme `{report.scheme}` for target `{report.target}`, made by qbridge {__version__}: {report.tensors:,} "
         f"tensors, {report.quantized:,} of them quantized matrices; {size(report.source_bytes)} became "
-        f"{size(report.bytes)}{ratio}. Parity with the source: {_cell(verdict(report))}.",
+        f"{size(report.bytes)}{ratio}. Parity with the source: {_cell(verdict(report))}."
+        + (f" Cost: {_cell(told)}." if (told := cost(report)) else ""),
         _table(("counted", "n", "of"), count_rows(report), (1, 2)),
     ]
     parts.append(_table(WEIGHTS, weight_rows(report.parity), range(3, 7)))

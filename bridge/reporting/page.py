@@ -14,7 +14,7 @@ from bridge.core.addresses import is_remote
 from bridge.core.text import fold_layers, size
 from bridge.reporting.loading import LOADING, loading_rows
 from bridge.reporting.plots import Plot, experts_plot, measured, parity_plots, scales_plot, storage_plot, training_plot
-from bridge.reporting.report import Report, count_rows, outputs_title, verdict
+from bridge.reporting.report import Report, cost, count_rows, outputs_title, verdict
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows, worst
 from bridge.sources.live_models.distillation import Distillation
 from bridge.targets import load_target
@@ -115,7 +115,7 @@ def page_of(report: Report) -> Page:
         line=f"Target {report.target}, scheme {report.scheme}: {report.tensors:,} tensors, {report.quantized:,} "
         "quantized.",
         passed=report.passed,
-        verdict=verdict(report),
+        verdict="; cost ".join(filter(None, [verdict(report), cost(report)])),
         tiles=list(_tiles(report)),
         sections=[s for s in sections if s.words or s.tables or s.plots or s.folded or s.text],
     )
@@ -125,7 +125,11 @@ def _tiles(report: Report) -> Iterator[Tile]:
     for output in report.parity.outputs[:1]:
         if output.perplexity is not None and output.reference_perplexity is not None:
             yield Tile("Perplexity", f"{output.perplexity:.2f}", f"{output.reference_perplexity:.2f} in the source")
-        yield Tile("Outputs", f"{output.cosine:.4f}", f"cosine over {output.positions:,} positions")
+        if (found := report.parity.evaluation) is None:
+            yield Tile("Outputs", f"{output.cosine:.4f}", f"cosine over {output.positions:,} positions")
+            continue
+        yield Tile("KL", f"{found.kl:.4f}", f"± {found.kl_error:.4f} nats a token, over {found.tokens:,} tokens")
+        yield Tile("Same token", f"{found.agreement:.1%}", "of the positions")
     ratio = f"{report.bytes / report.source_bytes:.0%} of {size(report.source_bytes)}" if report.source_bytes else ""
     yield Tile("Size", size(report.bytes), ratio)
     if report.bits:

@@ -23,12 +23,23 @@ from bridge.reporting.loading import LOADING, Loading, loading_line, loading_row
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows
 from bridge.sources.live_models.distillation import Distillation
 from bridge.sources.pruned.summary import Pruning
-from bridge.verification.parity import NO_MODEL, OUTPUTS_ASIDE, Count, OutputParity, Parity, ScaleRange, TensorParity
+from bridge.verification.parity import (
+    NO_MODEL,
+    OUTPUTS_ASIDE,
+    Count,
+    Evaluation,
+    OutputParity,
+    Parity,
+    ScaleRange,
+    TensorParity,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
+RUINED = 10.0  # times the perplexity of its source, above which a pruned or trained model is not fit to serve
+COST = "cost"  # what failed, of the second verdict
 MAX_MODULES = 10  # with the largest output error, that the terminal shows
 
 
@@ -157,11 +168,47 @@ class Report(Displayed):
     def passed(self) -> bool:
         """False when a parity gate failed or lint found an error; the command then exits with 3."""
         broken = any(finding.startswith("error") for finding in self.findings)
-        return not broken and self.parity.passed
+        return not broken and self.parity.passed and not self.ruined
+
+    @property
+    def faithful(self) -> bool:
+        """Whether the file is what its scheme computes, whatever that costs."""
+        return not any(finding.startswith("error") for finding in self.findings) and self.parity.faithful
+
+    @property
+    def change(self) -> tuple[float, float] | None:
+        """Perplexity of the source, or teacher, and of the model that was pruned or trained; None without figures."""
+        if self.distillation and self.distillation.held_out:
+            return self.distillation.teacher_perplexity, self.distillation.held_out[-1][2]
+        if self.pruning and self.pruning.perplexity:
+            return self.pruning.perplexity[0], self.pruning.perplexity[1]
+        return None
+
+    @property
+    def ruined(self) -> str:
+        """Why a model that was pruned or trained is not fit to serve; "" if it is."""
+        before, after = self.change or (0.0, 0.0)
+        if not before or after <= RUINED * before:
+            return ""
+        return (
+            f"perplexity is {after / before:,.0f} times the source's, more than {RUINED:g}; train it: qbridge distill"
+        )
+
+    @property
+    def verdicts(self) -> dict[str, str]:
+        """`file`: whether it is what the scheme computes. `cost`: whether that is what the scheme may cost."""
+        found, words = self.parity.evaluation, {True: "passed", False: "failed"}
+        costs = words[not self.ruined and (found is None or found.passed)]
+        measured = self.change or (found and found.bound)
+        return {
+            "file": words[self.faithful] if self.compared or self.findings else "not compared",
+            "cost": costs if measured else "not measured",
+        }
 
     def to_json(self) -> str:
         """The report as JSON with `indent=2`, without NaN."""
-        return json.dumps({**dataclasses.asdict(self), "passed": self.passed}, indent=2, allow_nan=False, default=str)
+        data = {**dataclasses.asdict(self), "passed": self.passed, "verdicts": self.verdicts}
+        return json.dumps(data, indent=2, allow_nan=False, default=str)
 
     def lines(self) -> list[str]:
         return [text.plain for text in report_lines(self)]
@@ -188,7 +235,9 @@ _PARITY_ROWS = {"tensors": TensorParity, "outputs": OutputParity, "counts": Coun
 def report_from_dict(data: Mapping[str, Any]) -> Report:
     """The inverse of `Report.to_json`."""
     parity = _rebuilt(Parity, data["parity"] or {}, _PARITY_ROWS)
-    values = {key: value for key, value in data.items() if key != "passed"}
+    if found := (data["parity"] or {}).get("evaluation"):
+        parity = dataclasses.replace(parity, evaluation=Evaluation(**found))
+    values = {key: value for key, value in data.items() if key not in ("passed", "verdicts")}
     for key, kind in (("pruning", Pruning), ("distillation", Distillation)):
         if values.get(key):
             values[key] = kind(**_tuples(values[key]))
@@ -215,13 +264,18 @@ def report_lines(report: Report) -> list[Text]:
     stages = ", ".join(f"{stage} {value:.1f}" for stage, value in report.seconds.items())
     seconds = f"{sum(report.seconds.values()):.1f}" + (f" ({stages})" if stages else "")
     counts = f"{report.tensors:,} tensors, {report.quantized:,} quantized"
+    changed = f"; perplexity {report.change[0]:,.2f} -> {report.change[1]:,.2f}" if report.change else ""
     lines = [
-        line("model", f"{report.made_from.get('architecture', '?')} to {report.target}, {report.scheme}: {counts}"),
+        line(
+            "model",
+            f"{report.made_from.get('architecture', '?')} to {report.target}, {report.scheme}: {counts}{changed}",
+        ),
         *([line("pruned", report.pruning.line())] if report.pruning else []),
         *([line("trained", report.distillation.line())] if report.distillation else []),
         line("size", f"{size(report.source_bytes)} -> {size(report.bytes)}{ratio}{bits}"),
         line("seconds", f"{seconds}; peak memory {size(report.peak_memory)}"),
         line("parity", verdict(report) + _figures(report.parity)),
+        *([line("cost", cost(report))] if cost(report) else []),
         line("written", report.out),
         *(line("drafts", note) for note in report.notes if is_note(note)),
         *(line("engine", note) for note in report.notes if fnmatch(note.partition(": ")[0], ENGINES[0])),
@@ -274,6 +328,7 @@ def failures(report: Report) -> list[tuple[str, str, str]]:
         for what in [fold([t.name for t in group])]
     ]
     rows += [(f"outputs against {o.reference}", "", o.why) for o in report.parity.outputs if not o.passed]
+    rows += [(COST, "", why) for why in _costs(report)]
     errors = [finding for finding in report.findings if finding.startswith("error")]
     return rows + [("lint", "", text) for text in fold_layers(errors)]
 
@@ -283,7 +338,7 @@ def verdict(report: Report) -> str:
     broken = sum(finding.startswith("error") for finding in report.findings)
     if broken:
         return f"BROKEN: {number(broken, 'error')} of lint"
-    if failed := [f"{what}: {why}" for what, _, why in failures(report)]:
+    if failed := [f"{what}: {why}" for what, _, why in failures(report) if what != COST]:
         return f"FAILED: {first_of(failed, 2)}"
     if not report.compared:
         return "not compared"
@@ -292,9 +347,24 @@ def verdict(report: Report) -> str:
     return "passed" if report.parity.outputs else f"passed: every weight; {why}"
 
 
+def cost(report: Report) -> str:
+    """One line on what the scheme, or the pruning, costs; "" if that was not measured."""
+    found = report.parity.evaluation
+    figures = f"{found.line()}{f' ({found.computed})' if found.computed else ''}" if found else ""
+    if failed := _costs(report):
+        return "; ".join(filter(None, [f"FAILED: {first_of(failed, 2)}", figures]))
+    return f"passed: {figures}" if found and found.bound else figures
+
+
+def _costs(report: Report) -> list[str]:
+    """Why the model costs more than it may."""
+    found = report.parity.evaluation
+    return [*([report.ruined] if report.ruined else []), *([found.why] if found and not found.passed else [])]
+
+
 def _figures(parity: Parity) -> str:
-    """The outputs' cosine and perplexities beside those of the source, if the output was run."""
-    if not parity.outputs:
+    """The outputs' cosine and perplexities beside those of the source, if the output was run and not evaluated."""
+    if not parity.outputs or parity.evaluation:
         return ""
     first = parity.outputs[0]
     copy = " of a float32 copy" if parity.substitute else ""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from bridge.calibration.reference_outputs import answer_again, mean_perplexity, next_token_loss
+from bridge.calibration.reference_outputs import mean_perplexity, next_token_loss
 from bridge.core.dtypes import UNIT
 from bridge.core.errors import CannotRun
 from bridge.core.machine import returning_pages
@@ -17,9 +17,8 @@ from bridge.core.progress import Progress, no_progress
 from bridge.planning.plan import Plan, Step
 from bridge.quant.calibration import HeldOut
 from bridge.quant.schemes.grammar import Gate
-from bridge.sources.source import Source
 from bridge.targets.target import LOG_PROBABILITIES, Runnable
-from bridge.verification.parity import OutputParity
+from bridge.verification.parity import Evaluation, OutputParity
 
 # float32 sums of a few thousand products in another order: the largest relative L2 error of an unquantized graph.
 FLOAT_ERROR = 1e-3
@@ -66,6 +65,18 @@ def _other_scales(step: Step) -> bool:
     return bool(step.feeds or step.coding.bound or averaged or (fused and step.format.weight[0].per == "tensor"))
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How far outputs may lie from others: `within` of the source, without a scheme; `errors`: see `error_factor`.
+
+    `centred`: quantized logits of next tokens are compared less their mean, which softmax does not see.
+    """
+
+    within: float = FLOAT_ERROR
+    errors: float = 1.0
+    centred: bool = True
+
+
 @returning_pages()
 def output_parity(
     runtime: Runnable,
@@ -73,17 +84,18 @@ def output_parity(
     gate: Gate,
     quantized: bool,
     progress: Progress = no_progress,
-    within: float = FLOAT_ERROR,
-    errors: float = 1.0,
+    limits: Limits = Limits(),
     run_last: Run | None = None,
 ) -> tuple[OutputParity, ...]:
     """Run the written model on held-out inputs and compare its outputs with those of the references.
 
-    Against "source" the scheme's gate decides; an unquantized model must lie `within`. Against "modelopt"
-    the difference must also stay below the scheme's own error, times `errors`: one code that flips at a tie (6
+    Against "source" the scheme's gate decides; an unquantized model must lie within a limit. Against "modelopt"
+    the difference must also stay below the scheme's own error, times a factor: one code that flips at a tie (6
     of 98,304 in the first layer of a BERT in fp8) changes every later layer and token, so only single nodes can be
     compared for equality. `run_last`: it gives outputs of the last token alone, and reads a prefix for each position.
     """
+    predicts = quantized and references.source_perplexity is not None
+    centred = runtime.outputs[0] == LOG_PROBABILITIES or (limits.centred and predicts)
     answers: list[np.ndarray] = []
     losses: list[tuple[float, int]] = []
     if run_last:
@@ -100,18 +112,18 @@ def output_parity(
             losses.append(next_token_loss(first, batch))
         del out, first  # before the next ones are made
         progress(at + 1, len(references.inputs), "run in ONNX Runtime")
-    if runtime.outputs[0] == LOG_PROBABILITIES:
+    if centred:
         answers = [_centered(answers[0])]
         references = replace(references, source=_centered(references.source), quantized=_centered(references.quantized))
     perplexity = mean_perplexity(losses)
     ours = _outputs("source", answers[0], references.source, gate, perplexity, references.source_perplexity)
     if not quantized:
-        return (_judged(ours, _above(ours.relative_l2, within)),)
+        return (_judged(ours, _above(ours.relative_l2, limits.within)),)
     if references.quantized.size == 0:
         return (ours,)
     theirs = _outputs("modelopt", answers[0], references.quantized, gate, perplexity, references.quantized_perplexity)
     own_error = relative_l2(references.quantized, references.source)
-    most = max(own_error * errors, FLOAT_ERROR)
+    most = max(own_error * limits.errors, FLOAT_ERROR)
     return ours, _judged(theirs, theirs.why or _above(theirs.relative_l2, most))
 
 
@@ -139,11 +151,21 @@ def of_first_tokens(references: HeldOut, tokens: int) -> HeldOut:
     )  # fmt: skip
 
 
-def with_perplexity(outputs: tuple[OutputParity, ...], source: Source, held: HeldOut) -> tuple[OutputParity, ...]:
-    """The same with the perplexity of `source`, the weights of the file, run in torch on all held-out inputs."""
-    perplexity = answer_again(source, held).source_perplexity
-    others = {"source": held.source_perplexity, "modelopt": held.quantized_perplexity}
-    return tuple(replace(row, perplexity=perplexity, reference_perplexity=others[row.reference]) for row in outputs)
+def with_evaluation(
+    outputs: tuple[OutputParity, ...], evaluation: Evaluation | None, gated: bool
+) -> tuple[OutputParity, ...]:
+    """The same with the perplexities of an evaluation, which rests on more tokens; it judges them unless `gated`."""
+    if evaluation is None:
+        return outputs
+    rows = []
+    for row in outputs:
+        if row.reference == "source":
+            row = replace(row, perplexity=evaluation.perplexity, reference_perplexity=evaluation.source_perplexity)
+            row = row if gated or not evaluation.bound else replace(row, passed=True, why="")
+        else:
+            row = replace(row, perplexity=None, reference_perplexity=None)
+        rows.append(row)
+    return tuple(rows)
 
 
 def _of_prefixes(run: Run, output: str, references: HeldOut, progress: Progress) -> tuple[np.ndarray, HeldOut]:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 OUTPUTS_ASIDE = "outputs were not compared"  # how a line of `Parity.not_run` on them begins
+EVALUATION = "the cost was not measured"  # how a line of `Parity.not_run` on it begins
+COSINE = "cosine"  # `gate`: for one release, cosine and norm judge language models, too
 NO_MODEL = "this conversion built no model; `qbridge verify` runs it"
 
 
@@ -57,6 +59,41 @@ class OutputParity:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """What a written language model costs on held-out text, against its source.
+
+    `tokens`: positions that were scored, in rows of at most `window`. `kl`: nats a token over the whole vocabulary,
+    from the source; `difference`: of the mean next-token losses, written less source. `_error`: their standard errors
+    over rows. `agreement`: the share of positions where both foresee the same token. `computed`: how it ran. `few`:
+    the text has fewer positions than wanted. `bound`: the most KL that the scheme may have, 0 without; `why`: that it
+    has more.
+    """
+
+    tokens: int
+    window: int
+    kl: float
+    kl_error: float
+    difference: float
+    difference_error: float
+    agreement: float
+    perplexity: float
+    source_perplexity: float
+    computed: str = ""
+    few: bool = False
+    bound: float = 0.0
+    passed: bool = True
+    why: str = ""
+
+    def line(self) -> str:
+        """Its figures in one line."""
+        few = ", all that is held out" if self.few else ""
+        return (
+            f"KL {self.kl:.4f} ± {self.kl_error:.4f}, perplexity {self.source_perplexity:.2f} -> {self.perplexity:.2f} "
+            f"(± {self.difference_error:.1%}), same token {self.agreement:.1%}; {self.tokens:,} tokens{few}"
+        )
+
+
+@dataclass(frozen=True)
 class Count:
     """An invariant, counted: `what` holds for `n` of `of`."""
 
@@ -80,6 +117,7 @@ class Parity:
     """Parity per tensor and end to end; `passed` if every gate passed. Empty if nothing was compared.
 
     `not_run`: what could not be run, and why. `substitute`: what was run in place of the file, "" if the file was.
+    `evaluation`: what a language model costs, if it was run; else None.
     """
 
     tensors: tuple[TensorParity, ...] = ()
@@ -89,7 +127,13 @@ class Parity:
     counts: tuple[Count, ...] = ()
     scales: tuple[ScaleRange, ...] = ()
     substitute: str = ""
+    evaluation: Evaluation | None = None
+
+    @property
+    def faithful(self) -> bool:
+        """Whether the file is what the scheme computes."""
+        return all(t.passed for t in self.tensors) and all(o.passed for o in self.outputs)
 
     @property
     def passed(self) -> bool:
-        return all(t.passed for t in self.tensors) and all(o.passed for o in self.outputs)
+        return self.faithful and (self.evaluation is None or self.evaluation.passed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -25,15 +25,18 @@ from bridge.sources.checkpoint import as_stored
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest, altered
+from bridge.targets.target import Runnable
+from bridge.verification.evaluation import Reference, candidate, evaluated, judged, reference_of
 from bridge.verification.outputs import (
+    Limits,
     error_factor,
     first_tokens,
     float_error,
     of_first_tokens,
     output_parity,
-    with_perplexity,
+    with_evaluation,
 )
-from bridge.verification.parity import NO_MODEL, OUTPUTS_ASIDE, OutputParity, Parity
+from bridge.verification.parity import COSINE, EVALUATION, NO_MODEL, OUTPUTS_ASIDE, Evaluation, OutputParity, Parity
 from bridge.verification.tensors import tensor_parity
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ POSITIONS = 64  # a wrong RoPE permutation shows only after some twenty
 # Of a pruned model, a layer: rounding in float32, in another order of sums, adds up over layers. Cuts of tiny models
 # of all families, of 2 to 5 layers, differ by 1e-6 at most, two channels exchanged by 2e-2.
 MOST_SILENCED = 1e-5
-DECODED = "perplexity in the program itself: the one above is of the file's weights in float, run in torch"
+DECODED = "KL and perplexity in the program itself: those above are of the file's weights in float, run in torch"
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,15 @@ class Proof:
 class OutputCheck:
     """How outputs are compared. `run`: False if the model is not run. `data`: inputs if calibration has none.
 
-    `rerun`: run the source instead of using its outputs from calibration.
+    `rerun`: run the source instead of using its outputs from calibration. `gate`: "cosine" judges language models by
+    cosine and norm of their logits, as all other models; "" by KL. `evaluate`: tokens to evaluate them on.
     """
 
     data: Data | None = None
     run: bool = True
     rerun: bool = False
+    gate: str = ""
+    evaluate: int | None = None
 
 
 def prove(
@@ -88,45 +94,80 @@ def prove(
     saved = directory / CALIBRATION  # its scales come from it
     statistics = calibration or (Calibration.load(saved) if saved.exists() else None)
     compared = tensor_parity(plan, source, manifest.gates, directory, progress, calibration=statistics, memory=memory)
-    outputs: tuple[OutputParity, ...] = ()
-    layers: tuple[tuple[str, float], ...] = ()
-    substitute = ""
-    not_run = list(compared.not_run)
+    ran, broken = Parity(), list[str]()
     try:
         if not check.run:
             raise CannotRun(NO_MODEL)
         check_on_disk(directory)
         references = _held_out(source, plan, calibration, check)
-        runtime = target.runtime(directory)
-        gate, quantized = manifest.output_gate, bool(plan.quantized)
-        last = runtime.run if plan.options.get("logits") == "last" else getattr(runtime, "run_last", None)
-        within, errors = float_error(plan), error_factor(plan)
-        outputs = output_parity(runtime, references, gate, quantized, progress, within, errors, last)
-        if references.source_perplexity is not None and (decoded := getattr(runtime, "decoded", None)):
-            outputs, why = _decoded(outputs, decoded, references)
-            not_run.append(why)
-        substitute = runtime.substitute
-        if plan.quantized:
-            layers = target.layer_errors(directory, plan, source, references.inputs[0], runtime)
-        not_run += _reservations(outputs, bool(plan.quantized), substitute)
-        if source.kept and not plan.quantized:
-            findings += _against_whole(cast("PrunedSource", source), references.inputs[0])
+        ran, broken = _run(directory, manifest, source, statistics, references, check, progress)
     except CannotRun as error:
-        not_run.append(f"{OUTPUTS_ASIDE}: {error}")
+        ran = Parity(not_run=(f"{OUTPUTS_ASIDE}: {error}",))
     except VerifyError as error:  # an output that does not load or run is broken, not unverified
-        findings.append(f"error [runtime] {error}")
-    parity = replace(compared, outputs=outputs, layers=layers, not_run=tuple(not_run), substitute=substitute)
-    return Proof(parity, tuple(findings))
+        broken = [f"error [runtime] {error}"]
+    parity = replace(
+        compared, outputs=ran.outputs, layers=ran.layers, not_run=(*compared.not_run, *ran.not_run),
+        substitute=ran.substitute, evaluation=ran.evaluation,
+    )  # fmt: skip
+    return Proof(parity, (*findings, *broken))
 
 
-def _decoded(
-    outputs: tuple[OutputParity, ...], decoded: Callable[[], Source], references: HeldOut
-) -> tuple[tuple[OutputParity, ...], str]:
-    """The outputs with the perplexity of the file's weights in float, and what that does not show."""
+def _run(
+    directory: Path, manifest: Manifest, source: Source, statistics: Calibration | None, references: HeldOut,
+    check: OutputCheck, progress: Progress,
+) -> tuple[Parity, list[str]]:  # fmt: skip
+    """Run a written model: its outputs, layers and cost, and findings."""
+    plan, old = manifest.plan, check.gate == COSINE
+    target, quantized = load_target(plan.target), bool(plan.quantized)
+    reference, not_run = _reference(source, references, plan, check, progress)
+    runtime = target.runtime(directory)
+    last = runtime.run if plan.options.get("logits") == "last" else getattr(runtime, "run_last", None)
+    limits = Limits(float_error(plan), error_factor(plan), centred=not old)
+    outputs = output_parity(runtime, references, manifest.output_gate, quantized, progress, limits, last)
+    layers = target.layer_errors(directory, plan, source, references.inputs[0], runtime) if quantized else ()
+    evaluation = None
+    if reference:
+        evaluation, not_run = _evaluated(runtime, plan, statistics, source, reference, progress)
+        evaluation = replace(evaluation, passed=True, why="") if evaluation and old else evaluation
+        outputs = with_evaluation(outputs, evaluation, old)
+        if evaluation and evaluation.tokens < (check.evaluate or 0):
+            not_run.append(f"{check.evaluate:,} tokens were asked for, and the text has {evaluation.tokens:,}")
+    not_run += _reservations(outputs, quantized, runtime.substitute)
+    findings = []
+    if source.kept and not quantized:
+        findings = _against_whole(cast("PrunedSource", source), references.inputs[0])
+    parity = Parity(
+        outputs=outputs, layers=layers, not_run=tuple(not_run), substitute=runtime.substitute, evaluation=evaluation
+    )
+    return parity, findings
+
+
+def _reference(
+    source: Source, held: HeldOut, plan: Plan, check: OutputCheck, progress: Progress
+) -> tuple[Reference | None, list[str]]:
+    """What a language model is evaluated against, and why it is not; nothing of both for other models."""
+    if held.source_perplexity is None or plan.options.get("logits") == "last":
+        return None, []
     try:
-        return with_perplexity(outputs, decoded(), references), DECODED
+        check_fits(plan, "evaluate on a larger machine")
+        return reference_of(source, held, check.evaluate is not None, progress), []
     except BridgeError as error:
-        return outputs, f"perplexity: {error}"
+        return None, [f"{EVALUATION}: {error}"]
+
+
+def _evaluated(
+    runtime: Runnable, plan: Plan, statistics: Calibration | None, source: Source, reference: Reference,
+    progress: Progress,
+) -> tuple[Evaluation | None, list[str]]:  # fmt: skip
+    """What a written model costs, and what that does not show; VerifyError if it cannot be run."""
+    try:
+        run, computed, why = candidate(runtime, plan, statistics, source, reference.exact)
+        found = judged(evaluated(run, reference, computed, progress), plan)
+        return found, [text for text in (why, DECODED if hasattr(runtime, "decoded") else "") if text]
+    except VerifyError:
+        raise
+    except BridgeError as error:
+        return None, [f"{EVALUATION}: {error}"]
 
 
 def _against_whole(source: PrunedSource, inputs: Mapping[str, np.ndarray]) -> list[str]:

@@ -54,14 +54,14 @@ SIGNATURES = {
         "model, target, quant=None, out=None, *, calib=None, data=None, samples=None, sequence=None, field=None, "
         "kv=None, group=None, zero_points=False, device=None, config=None, tokenizer=None, base=None, adapter=None, "
         "verify=True, overwrite=False, resume=True, progress=None, memory=None, runtime=None, compute=None, "
-        "workers=None, candidates=None, **options"
+        "workers=None, candidates=None, evaluate=None, gate=None, **options"
     ),
     "calibrate": (
         "model, quant, data=None, *, kv=None, group=None, zero_points=False, device=None, config=None, tokenizer=None, "
         "base=None, samples=None, sequence=None, field=None, memory=None, partial=None, progress=None, "
         "compute=None, workers=None, candidates=None"
     ),
-    "verify": "out, against, *, data=None, tokenizer=None, base=None, progress=None",
+    "verify": "out, against, *, data=None, tokenizer=None, base=None, evaluate=None, gate=None, progress=None",
     "run": "out, text, *, tokens=64, chat=False, system=None, beside=None, temperature=0.0, seed=0, image=None, "
     "audio=None, stream=None",
     "check": "",

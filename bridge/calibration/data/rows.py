@@ -1,7 +1,7 @@
 """Cut rows of token ids from texts.
 
 Rows are cut at even distances and get the tokenizer's special tokens, so that a row looks like a served input. Every
-n-th row is held out: calibration never sees it.
+n-th row is held out: calibration never sees it. Windows that outputs are evaluated on are cut between rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from bridge.calibration.data.checks import checked
 from bridge.calibration.data.values import BATCH, HELD_OUT, SEQUENCE, Data, Sampling
+from bridge.calibration.data.windows import WINDOW, WINDOWS, free_windows
 from bridge.core.errors import CalibrationError
 from bridge.core.text import number
 from bridge.quant.calibration import LOGITS
@@ -65,7 +66,11 @@ def rows_of(texts: Sequence[str], source: Source, where: str, sampling: Sampling
 
     logits = 4 * length * (vocabulary_size(source.config) or 1)  # bytes of a row
     data = checked(batches(kept, BATCH), batches(out, max(1, min(BATCH, LOGITS // logits))), source, where)
-    return replace(data, warnings=(fewer,)) if have < wanted else data
+    window = min(WINDOW, positions(source.config) or WINDOW) - len(before) - len(after)
+    number_of = WINDOWS if sampling.evaluate is None else -(-sampling.evaluate // max(1, window - 1))
+    cut = free_windows(ids, starts, content, window, number_of)
+    windows = tuple((*before, *some, *after) for some in cut)
+    return replace(data, windows=windows, warnings=(fewer,) if have < wanted else ())
 
 
 def decoder_inputs(ids: Any, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Data:
     statistics needs none. `forward_loop`: the user's own loop, which runs the model; `batches` is then empty.
     `warnings`: what a user should know before calibrating.
     `cut`: with samples="auto", the same text cut into another number of rows; `chosen`: why it has this number.
+    `windows`: token ids of longer pieces of the text, of one length, which outputs are evaluated on.
     """
 
     batches: tuple[dict[str, Any], ...] = ()
@@ -48,6 +49,7 @@ class Data:
     cut: Callable[[int], Data] | None = None
     chosen: str = ""
     name: str = ""
+    windows: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Sampling:
     """How rows are cut from texts: their number, their tokens, and the field of a JSONL file that holds the text.
 
     `samples`: a number or "auto"; `default`: the number if it is None. `characters`: of a text file, read at most.
+    `evaluate`: tokens that outputs are evaluated on, None for `windows.WINDOWS` windows.
     """
 
     samples: int | str | None = None
@@ -62,9 +65,10 @@ class Sampling:
     field: str | None = None
     default: int = SAMPLES
     characters: int = CHARACTERS
+    evaluate: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("samples", self.samples), ("sequence", self.sequence)):
+        for name, value in (("samples", self.samples), ("sequence", self.sequence), ("evaluate", self.evaluate)):
             auto = name == "samples" and value == AUTO
             if value is not None and not auto and (type(value) is not int or value < 1):
                 or_auto = ', or "auto"' if name == "samples" else ""

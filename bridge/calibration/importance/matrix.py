@@ -68,7 +68,7 @@ def measure_importance(
         seen = data if added_to is None else replace(data, held_out=())
         partial = job.partial if added_to is None else None  # what ModelOpt's walk keeps there is another run
         model, answers = watch_by_blocks(replace(job, data=seen, partial=partial), watch, spill)
-        held = held_out_of(data.held_out, answers, None) if seen.held_out else None
+        held = held_out_of(data, answers, None) if seen.held_out else None
     else:
         copied = copy_modules(model, device=job.device)
         watch.prepare(copied)

@@ -59,8 +59,7 @@ def calibrate_by_blocks(job: CalibrationJob, options: Options = Options()) -> Ca
     statistics, applied = settle_statistics(walk.seen, model.quantizers, job)
     chosen = {*statistics[CODES], *statistics[SCALES]}
     provenance = with_weights_digest(provenance_of(job, model.plain.model), source, job.structure, chosen)
-    held_out = job.data.held_out
-    held = held_out_of(held_out, streams.source_answers, streams.answers) if held_out else None
+    held = held_out_of(job.data, streams.source_answers, streams.answers) if job.data.held_out else None
     return Calibration(provenance=provenance, **statistics, applied=tuple(applied), held_out=held)
 
 

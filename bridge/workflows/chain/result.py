@@ -15,13 +15,21 @@ COLUMNS = ("step", "verb", "size", "seconds", "perplexity", "passed")
 
 @dataclass(frozen=True)
 class StepDone:
-    """One step. `report`: of its output; `seconds`: of the run that finished it. `kept`: an earlier run did."""
+    """One step. `report`: of its output; `seconds`: of the run that finished it. `kept`: an earlier run did.
+
+    `trained`: the next step distills it, so that its perplexity does not end the chain.
+    """
 
     name: str
     verb: str
     report: Report
     seconds: float
     kept: bool = False
+    trained: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return self.report.faithful if self.trained and self.report.ruined else self.report.passed
 
     @property
     def perplexity(self) -> tuple[float, float] | None:
@@ -42,7 +50,7 @@ class ChainReport(Displayed):
 
     @property
     def passed(self) -> bool:
-        return all(step.report.passed for step in self.steps)
+        return all(step.passed for step in self.steps)
 
     def to_json(self) -> str:
         """The steps as JSON with `indent=2`."""
@@ -65,7 +73,7 @@ class ChainReport(Displayed):
 def _row(step: StepDone) -> tuple[str, ...]:
     change = step.perplexity
     told = f"{change[0]:.2f} -> {change[1]:.2f}" if change else ""
-    verdict = "passed" if step.report.passed else "FAILED"
+    verdict = "passed" if step.passed else "FAILED"
     seconds = "kept" if step.kept else f"{step.seconds:.1f}"
     return step.name, step.verb, size(step.report.bytes), seconds, told, verdict
 

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from bridge.calibration.walk.workers.processes import Workers, check_same, joined
@@ -30,8 +31,8 @@ def chain(
     """Run the steps of a chain file; see `bridge.workflows.chain.read` for its form.
 
     A step whose output is there, made by the same step of the same inputs, is kept; one that was killed goes on from
-    its own states. The first step that fails its gates ends the chain. Processes of `torchrun` share the batches of
-    distill; the first one does all the rest.
+    its own states. The first step that fails its gates ends the chain, except a pruned model of a high perplexity that
+    the next step distills. Processes of `torchrun` share the batches of distill; the first one does all the rest.
 
     Args:
         overwrite: replace outputs of other steps under the same names.
@@ -69,13 +70,15 @@ def run_chain(
             checked = check_steps(steps, problems, overwrite, resume)
         refuse(path, problems)
         done: list[StepDone] = []
-        for step in steps:
+        for at, step in enumerate(steps):
             with _named(path, step):
                 if first:
                     done.append(_lead(step, checked[step.name], overwrite, resume, progress, group))
                 elif group:
                     done.append(_follow(step, resume, group))
-            if not done[-1].report.passed:
+            if at + 1 < len(steps) and steps[at + 1].verb == "distill":  # it mends what pruning costs
+                done[-1] = replace(done[-1], trained=True)
+            if not done[-1].passed:
                 break
         return ChainReport(tuple(done))
 

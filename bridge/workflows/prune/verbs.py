@@ -14,6 +14,7 @@ from bridge.api.sensitivity.budget import is_automatic
 from bridge.api.verbs import convert
 from bridge.api.words import SchemeName, TargetName, TargetOptions
 from bridge.calibration.data import Data, Sampling
+from bridge.calibration.data.windows import enough, evaluated_windows
 from bridge.core.errors import CalibrationError, UsageError, warn
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
@@ -108,7 +109,7 @@ def pruned(
         return cut.pruned({**weight_scores(cut), **tokens}, by_importance)
     from bridge.calibration.importance.measure import measure_scores
 
-    prepared = data_of(source, data, sampling_of(source, samples, sequence, field))
+    prepared = on_windows(data_of(source, data, sampling_of(source, samples, sequence, field)), source)
     made = measure_scores(
         cut, structure_of(source), prepared, importance=str(importance), repair=repair, by_importance=by_importance,
         device=device, progress=callback_of(progress),
@@ -120,6 +121,16 @@ def pruned(
         )
     smaller = cut.pruned({**made.scores, **tokens}, by_importance, made.repaired)
     return smaller if tokens else compared(smaller, made.perplexity, prepared, device)  # of other tokens another figure
+
+
+def on_windows(data: Data, source: Source) -> Data:
+    """The data with the windows that `convert` evaluates this model on, of equal rows, as held-out inputs."""
+    import torch
+
+    windows = evaluated_windows(data.windows, sum(spec.size for spec in source.specs.values()))
+    rows = [torch.tensor([window], dtype=torch.int64) for window in windows]
+    batches = tuple({"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in rows)
+    return replace(data, held_out=batches if enough(windows) else (*batches, *data.held_out))
 
 
 def check_choice(
@@ -276,7 +287,7 @@ def made_sparse(
         return cut.pruned({}, sparse=sparse)
     from bridge.calibration.importance.measure import measure_zeros
 
-    prepared = data_of(source, data, sampling)
+    prepared = on_windows(data_of(source, data, sampling), source)
     made, before = measure_zeros(
         cut, structure_of(source), prepared, sparse, device=device, progress=callback_of(progress)
     )

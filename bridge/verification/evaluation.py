@@ -1,0 +1,210 @@
+"""Measure what a written language model costs against its source.
+
+KL divergence over the whole vocabulary, next-token losses of both, and how often both foresee the same token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridge.calibration.data.windows import POSITIONS, enough, evaluated_windows
+from bridge.calibration.reference_outputs import PIECE, divergence, proving
+from bridge.core.dtypes import DTYPES
+from bridge.core.errors import CannotRun
+from bridge.core.machine import available_memory, returning_pages
+from bridge.core.progress import Progress, no_progress
+from bridge.core.values import AFFINE
+from bridge.planning.plan import Plan
+from bridge.quant.calibration import Calibration, HeldOut
+from bridge.quant.schemes.bounds import divergence_bound
+from bridge.sources.source import Source
+from bridge.targets.target import Runnable
+from bridge.verification.parity import Evaluation
+
+if TYPE_CHECKING:
+    from bridge.calibration.source_logits import Logits
+
+WORST = 99.0  # nats that stand for infinity in a report
+Batch = Mapping[str, np.ndarray]
+Run = Callable[[Batch], Any]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a written model is evaluated against: text, and the source's logits; `exact`: they are float32."""
+
+    batches: Sequence[Batch]
+    logits: Logits
+    exact: bool
+
+
+def batches_of(held: HeldOut, values: int, whole: bool = False) -> list[Batch]:
+    """The batches to evaluate: windows, and the held-out rows too where they have fewer positions than wanted.
+
+    `values`: of the model, which limit the windows above the least number. `whole`: take all of them.
+    """
+    windows = evaluated_windows(held.windows, values, whole)
+    rows = [np.array([window], np.int64) for window in windows]
+    batches: list[Batch] = [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in rows]
+    return batches if enough(windows) else [*batches, *held.inputs]
+
+
+@returning_pages()
+def reference_of(source: Source, held: HeldOut, whole: bool = False, progress: Progress = no_progress) -> Reference:
+    """Run the source in float32, or in its own dtype where memory does not hold that."""
+    import torch
+
+    from bridge.calibration.requirements import source_for
+    from bridge.calibration.source_logits import source_logits
+
+    values = sum(spec.size for spec in source.specs.values())
+    stored = sum(spec.nbytes for spec in source.specs.values())
+    wide = stored >= 4 * values
+    exact = wide or 4 * values + stored < available_memory()
+    batches = batches_of(held, values, whole)
+    given = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in batches]
+    model = (source_for(source, "fp32") if exact and not wide else source).load_model()
+    logits = source_logits(model, given, lambda done: progress(done, len(given), "run the source"))
+    return Reference(batches[: logits.count], logits, exact)
+
+
+@returning_pages()
+def evaluated(run: Run, reference: Reference, computed: str = "", progress: Progress = no_progress) -> Evaluation:
+    """Run the written model on the batches and compare its logits with the source's."""
+    rows: list[np.ndarray] = []
+    for at, batch in enumerate(reference.batches):
+        output = run(batch)
+        ids = batch["input_ids"]
+        if output.shape[:2] != ids.shape:
+            raise CannotRun("its outputs are not the logits of each position")
+        rows += _rows(output, reference.logits, at, batch)
+        del output
+        progress(at + 1, len(reference.batches), "evaluate")
+    sums = np.array(rows)
+    tokens = float(sums[:, 0].sum())
+    if not tokens:
+        raise CannotRun("the text that is held out has no two tokens in a row")
+    kl, kl_error = _mean(sums[:, 0], sums[:, 1])
+    difference, error = _mean(sums[:, 0], sums[:, 3] - sums[:, 2])
+    return Evaluation(
+        tokens=int(tokens),
+        window=max(batch["input_ids"].shape[1] for batch in reference.batches),
+        kl=kl,
+        kl_error=kl_error,
+        difference=difference,
+        difference_error=error,
+        agreement=float(sums[:, 4].sum() / tokens),
+        perplexity=_perplexity(sums[:, 3].sum() / tokens),
+        source_perplexity=_perplexity(sums[:, 2].sum() / tokens),
+        computed=computed,
+        few=tokens < POSITIONS,
+    )
+
+
+def judged(found: Evaluation, plan: Plan) -> Evaluation:
+    """The same with the verdict of a plan's scheme."""
+    codes = [step.format.weight[0].dtype for step in plan.quantized if step.format]
+    if not codes:
+        return found
+    bound = divergence_bound(plan.scheme, min(AFFINE.get(dtype) or DTYPES[dtype].bits for dtype in codes))
+    why = "" if found.kl <= bound else f"KL {found.kl:.3g} is above {bound:.2g} nats a token"
+    return replace(found, bound=bound, passed=not why, why=why)
+
+
+def _rows(output: Any, logits: Logits, at: int, batch: Batch) -> list[np.ndarray]:
+    """Of each row of a batch: positions, and the sums of KL, of both losses, and of equal first tokens."""
+    import torch
+
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    mask = np.ones(ids.shape, bool) if mask is None or mask.ndim > 2 else mask.astype(bool)
+    values = output if isinstance(output, torch.Tensor) else torch.from_numpy(output)
+    length, width = ids.shape[1], values.shape[-1]
+    flat, rows = values.reshape(-1, width), []
+    for row in range(len(ids)):
+        keep = mask[row, 1:] & mask[row, :-1]
+        columns = np.zeros((4, length - 1))
+        for begin in range(0, length - 1, step := max(1, PIECE // width)):
+            part = slice(row * length + begin, row * length + min(begin + step, length - 1))
+            targets = torch.from_numpy(ids[row, begin + 1 : begin + 1 + part.stop - part.start])
+            columns[:, begin : begin + len(targets)] = _piece(logits.piece(at, part), flat[part], targets)
+        rows.append(np.array([keep.sum(), *(columns * keep).sum(1)]))
+    return rows
+
+
+def _piece(plain: Any, other: Any, targets: Any) -> np.ndarray:
+    """KL, both losses, and whether the first tokens are equal, at some positions."""
+    import torch
+
+    if plain.shape != other.shape:
+        raise CannotRun(f"its vocabulary has {other.shape[-1]:,} tokens, that of the source {plain.shape[-1]:,}")
+    same = plain.argmax(-1) == other.argmax(-1)
+    p, q = (torch.log_softmax(logits.double(), -1) for logits in (plain, other))
+    chosen = [-logs.gather(-1, targets[:, None])[:, 0] for logs in (p, q)]
+    found: np.ndarray = torch.stack([divergence(p, q), *chosen, same.double()]).numpy()
+    finite: np.ndarray = np.nan_to_num(found, nan=WORST, posinf=WORST)
+    return finite
+
+
+def _mean(counts: np.ndarray, sums: np.ndarray) -> tuple[float, float]:
+    """The mean a token, and its standard error over rows, whose tokens depend on each other."""
+    total, rows = counts.sum(), len(counts)
+    mean = sums.sum() / total
+    spread = math.sqrt(float(((sums - mean * counts) ** 2).sum()) * rows / max(1, rows - 1)) / total
+    return float(mean), float(spread)
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(float(loss), 700.0))
+
+
+def candidate(
+    runtime: Runnable, plan: Plan, calibration: Calibration | None, source: Source, exact: bool
+) -> tuple[Run, str, str]:
+    """What runs a written model on a batch, in words what it is, and why its inputs are not quantized as they should.
+
+    A program that gives outputs of one position a run has its weights run in torch. `exact`: in float32.
+    """
+    import torch
+
+    decoded, said, why = getattr(runtime, "decoded", None), "", ""
+    model: Any = getattr(runtime, "model", None)
+    if decoded is None and not isinstance(model, torch.nn.Module):
+        return lambda batch: runtime.run(batch)[runtime.outputs[0]], "", ""
+    model = decoded().load_model() if decoded else model
+    model = model.float() if exact else model
+    try:
+        said = "" if decoded else quantize_inputs(model, plan, calibration, source)
+    except CannotRun as error:
+        why = f"inputs were evaluated unquantized: {error}"
+    run = proving(model)
+
+    def run_torch(batch: Batch) -> Any:
+        return run({name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in batch.items()})
+
+    words = ["its weights in torch" if decoded else "", "float32" if exact else "", said]
+    return run_torch, ", ".join(filter(None, words)), why
+
+
+def quantize_inputs(model: Any, plan: Plan, calibration: Calibration | None, source: Source) -> str:
+    """Quantize the inputs of a model as the plan does; return how that is said, "" where none are quantized.
+
+    CannotRun: no module of the model has some of the inputs alone.
+    """
+    if not any(step.format and step.format.input for step in plan.quantized):
+        return ""
+    from bridge.core.errors import BridgeError
+    from bridge.planning.structure import structure_of
+    from bridge.sources.live_models.checkpoint_names import live_names, tied_names
+    from bridge.verification.simulated.inputs import FakeInputs, input_codes
+
+    try:
+        origins, tied = live_names(model, source.specs), tied_names(model)
+        FakeInputs(model, input_codes(plan, calibration, structure_of(source), origins, tied))
+    except (BridgeError, KeyError) as error:
+        raise CannotRun(str(error)) from error
+    return "inputs quantized"

@@ -1,0 +1,161 @@
+"""What a written language model costs on held-out text: the figures, and the windows that they rest on."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+import torch
+
+from bridge.calibration.data.windows import free_windows
+from bridge.calibration.source_logits import InFile, OfHead, source_logits
+from bridge.verification.evaluation import Reference, batches_of, evaluated
+
+MODEL = "examples/models/tiny-llama"
+TINY = {
+    "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 3, "vocab_size": 70,
+    "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def model_of(kind: str, **more: object) -> torch.nn.Module:
+    import transformers
+
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{kind}Config")(**TINY, **more)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def batches(rows: int = 3, tokens: int = 33) -> list[dict[str, np.ndarray]]:
+    ids = np.random.default_rng(5).integers(0, 70, (rows, 1, tokens))
+    return [{"input_ids": one, "attention_mask": np.ones_like(one)} for one in ids]
+
+
+def tensors(some: list[dict[str, np.ndarray]]) -> list[dict[str, torch.Tensor]]:
+    return [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in some]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("Llama", {}), ("Gemma2", {"final_logit_softcapping": 0.1}), ("Cohere", {"logit_scale": 7.0}),
+     ("Granite", {"logits_scaling": 5.0})],
+)  # fmt: skip
+def test_logits_are_computed_again_of_the_inputs_of_the_head(kind: str, more: dict[str, float]) -> None:
+    model, given = model_of(kind, **more), tensors(batches())
+    logits = source_logits(model, given)
+    assert isinstance(logits, OfHead) and logits.count == 3
+    with torch.no_grad():
+        want = model(given[2]["input_ids"]).logits[0, 5:9]
+    assert torch.allclose(logits.piece(2, slice(5, 9)), want, rtol=1e-5, atol=1e-6)
+
+
+def test_logits_of_an_unknown_head_lie_in_a_file_that_ends_where_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = model_of("Llama"), tensors(batches())
+    plain = model.forward
+    model.forward = lambda *a, **k: (torch.sin(plain(*a, **k).logits),)  # type: ignore[method-assign]
+    logits = source_logits(model, given)
+    assert isinstance(logits, InFile) and logits.count == 3
+    with torch.no_grad():
+        want = model.forward(given[1]["input_ids"])[0][0, 5:9]
+    assert torch.equal(logits.piece(1, slice(5, 9)), want)
+    monkeypatch.setattr("bridge.calibration.source_logits.SCRATCH", 33 * 70 * 4 * 2)
+    assert source_logits(model, given).count == 2
+
+
+def test_figures_are_those_of_torch() -> None:
+    plain, other, given = model_of("Llama"), model_of("Llama"), batches()
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    given[0]["attention_mask"][0, 20:] = 0
+
+    def run(batch: dict[str, np.ndarray]) -> torch.Tensor:
+        return other(torch.from_numpy(batch["input_ids"])).logits.detach()
+
+    found = evaluated(run, Reference(given, source_logits(plain, tensors(given)), True))
+    kl, losses, same, rows = [], [], [], []
+    for batch in given:
+        ids = torch.from_numpy(batch["input_ids"])
+        keep = int(batch["attention_mask"].sum()) - 1
+        with torch.no_grad():
+            p, q = (
+                m(ids, attention_mask=torch.from_numpy(batch["attention_mask"])).logits[0, :keep]
+                for m in (plain, other)
+            )
+        p_log, q_log = p.double().log_softmax(-1), q.double().log_softmax(-1)
+        kl.append(torch.nn.functional.kl_div(q_log, p_log, reduction="none", log_target=True).sum(-1))
+        losses.append(
+            [torch.nn.functional.cross_entropy(x.double(), ids[0, 1 : keep + 1], reduction="none") for x in (p, q)]
+        )
+        same.append((p.argmax(-1) == q.argmax(-1)).double())
+        rows.append(float((losses[-1][1] - losses[-1][0]).sum()))
+    count = sum(map(len, kl))
+    assert found.tokens == count == 19 + 32 + 32 and found.window == 33
+    assert found.kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-6)
+    assert found.agreement == pytest.approx(float(torch.cat(same).mean()))
+    source, written = (float(torch.cat([pair[at] for pair in losses]).mean()) for at in (0, 1))
+    assert (found.source_perplexity, found.perplexity) == pytest.approx((math.exp(source), math.exp(written)), rel=1e-6)
+    assert found.difference == pytest.approx(written - source, rel=1e-5) and found.difference_error > 0
+
+
+def test_outputs_without_finite_values_fail() -> None:
+    model, given = model_of("Llama"), batches(1)
+    found = evaluated(
+        lambda batch: np.full((1, 33, 70), np.nan, np.float32),
+        Reference(given, source_logits(model, tensors(given)), True),
+    )
+    assert found.kl > 90
+
+
+def test_windows_lie_between_the_rows_that_calibrate() -> None:
+    ids = list(range(1000))
+    windows = free_windows(ids, [0, 300, 600], content=40, length=100, count=4)
+    assert len(windows) == 4 and all(len(window) == 100 for window in windows)
+    taken = {*range(40), *range(300, 340), *range(600, 640)}
+    assert not taken & {number for window in windows for number in window}
+
+
+def test_rows_that_are_held_out_join_where_the_text_has_few_windows() -> None:
+    from bridge.quant.calibration import HeldOut
+
+    held = {"input_ids": np.zeros((2, 128), np.int64)}
+    none = np.empty((0, 0), np.float32)
+    few = HeldOut((held,), none, none, none, none, windows=((1,) * 512,))
+    assert [batch["input_ids"].shape for batch in batches_of(few, 1000)] == [(1, 512), (2, 128)]
+    many = HeldOut((held,), none, none, none, none, windows=((1,) * 512,) * 8)
+    assert len(batches_of(many, 1000)) == 8 and len(batches_of(many, 10**10)) == 5
+    assert len(batches_of(many, 10**10, whole=True)) == 8
+
+
+def test_an_evaluation_goes_through_a_calibration_and_a_report(tmp_path: Path) -> None:
+    import bridge
+    from bridge.quant.calibration import Calibration
+    from bridge.reporting.report import report_from_dict
+
+    calibration = bridge.calibrate(MODEL, "fp8", samples=4, progress=False)
+    calibration.save(tmp_path / "fp8.safetensors")
+    held = Calibration.load(tmp_path / "fp8.safetensors").held_out
+    assert held and held.windows and held.windows == calibration.held_out.windows
+    report = bridge.convert(MODEL, "hf", "fp8", tmp_path / "out", calib=calibration, evaluate="3k", progress=False)
+    found = report.parity.evaluation
+    assert found and found.tokens >= 2048 and found.computed == "float32, inputs quantized" and 0 < found.bound < 0.2
+    import json
+
+    assert report_from_dict(json.loads(report.to_json())) == report
+    assert report.verdicts == {"file": "passed", "cost": "passed"}
+    again = bridge.verify(tmp_path / "out", MODEL, progress=False).parity.evaluation
+    assert again and again.kl == pytest.approx(found.kl, rel=1e-6)
+
+
+def test_convert_and_prune_measure_a_model_on_the_same_windows(tmp_path: Path) -> None:
+    import bridge
+
+    rows = {"samples": 16, "sequence": 128}
+    report = bridge.convert(MODEL, "hf", "int8_wo", tmp_path / "out", evaluate="4k", progress=False, **rows)
+    pruned = bridge.pruned(MODEL, {"ffn": "50%"}, progress=False, **rows)
+    assert report.parity.evaluation and pruned.perplexity
+    assert report.parity.evaluation.source_perplexity == pytest.approx(pruned.perplexity[0], rel=1e-5)

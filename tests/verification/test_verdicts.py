@@ -1,0 +1,163 @@
+"""Two verdicts: of damaged models and of sound ones, and of models that were pruned or cost too much."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import bridge
+from bridge.quant.schemes.bounds import LEAST, divergence_bound
+from bridge.quant.schemes.quality import REAL, read_quality
+from bridge.reporting.report import Report
+from bridge.sources.pruned.summary import Pruning
+from bridge.workflows.chain.result import ChainReport, StepDone
+
+MODEL = "examples/models/tiny-llama"
+LAYER = "model.layers.1."
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def text() -> list[dict[str, torch.Tensor]]:
+    """Two batches of text: little, since each verdict runs the model."""
+    from bridge.api.request import unwarned_data_of
+    from bridge.sources.opening import open_source
+
+    (batch, *_) = unwarned_data_of(open_source(MODEL), None).batches
+    return [{name: rows[:2] for name, rows in batch.items()}, {name: rows[2:4] for name, rows in batch.items()}]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("written")
+
+    def make(scheme: str) -> Path:
+        out = folder / scheme.replace(":", "-")
+        if not out.exists():
+            bridge.convert(
+                MODEL, "hf", scheme, out, samples=4 if scheme == "fp8" else None, verify=False, progress=False
+            )
+        return out
+
+    return make
+
+
+def dropped_scale(tensors: Tensors) -> None:
+    tensors[f"{LAYER}mlp.down_proj.weight_scale"].fill_(1.0)
+
+
+def swapped_scales(tensors: Tensors) -> None:
+    ours, theirs = (tensors[f"{LAYER}{name}.weight_scale"] for name in ("mlp.down_proj", "self_attn.o_proj"))
+    ours[0], theirs[0] = theirs[0].clone(), ours[0].clone()
+
+
+def transposed(tensors: Tensors) -> None:
+    name = f"{LAYER}self_attn.o_proj.weight"
+    tensors[name] = tensors[name].T.contiguous()
+
+
+def zeroed_layer(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith(LAYER) and name.endswith("proj.weight")]:
+        tensors[name] = torch.zeros_like(tensors[name].view(torch.uint8)).view(tensors[name].dtype)
+
+
+def not_a_number(tensors: Tensors) -> None:
+    tensors[f"{LAYER}mlp.down_proj.weight"].view(torch.uint8)[3, 5] = 0x7F
+
+
+def codes_off_by_one(tensors: Tensors) -> None:
+    codes = tensors[f"{LAYER}self_attn.o_proj.weight"]
+    codes.copy_((codes.int() + 1).clamp(-127, 127).to(torch.int8))
+
+
+def groups_backwards(tensors: Tensors) -> None:
+    name = f"{LAYER}mlp.down_proj.weight_scale"
+    tensors[name] = tensors[name].flip(-1).contiguous()
+
+
+def head_of_another_model(tensors: Tensors) -> None:
+    name = next(name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in tensors)
+    noise = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(1))
+    tensors[name] = (noise * tensors[name].float().std()).to(tensors[name].dtype)
+
+
+def gate_for_up(tensors: Tensors) -> None:
+    gate, up = (f"{LAYER}mlp.{name}_proj.weight" for name in ("gate", "up"))
+    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+
+def rows_shifted(tensors: Tensors) -> None:
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].roll(1, 0)
+
+
+DAMAGED = [
+    ("fp8", dropped_scale), ("int8_wo", swapped_scales), ("int8_wo", transposed), ("fp8", zeroed_layer),
+    ("fp8", not_a_number), ("int8_wo", codes_off_by_one), ("int4:rtn", groups_backwards),
+    ("nvfp4_wo", head_of_another_model), ("fp8", gate_for_up), ("int4_wo", rows_shifted),
+]  # fmt: skip
+SOUND = (
+    "fp8", "fp8_pc_pt", "fp8_block", "mxfp8", "int8_wo", "int4_wo", "int4:rtn", "nvfp4_wo", "nvfp4_wo_mse", "mxfp4_wo",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "damage"), DAMAGED, ids=lambda one: getattr(one, "__name__", one))
+def test_damaged_models_fail(
+    scheme: str, damage: Callable[[Tensors], None], written: Callable[[str], Path], text: list[Tensors], tmp_path: Path
+) -> None:
+    out = shutil.copytree(written(scheme), tmp_path / "out")
+    tensors = load_file(out / "model.safetensors")
+    damage(tensors)
+    with safe_open(out / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    save_file(tensors, out / "model.safetensors", metadata=metadata)
+    report = bridge.verify(out, MODEL, data=text, progress=False)
+    assert not report.passed and report.verdicts["file"] == "failed" and not report.command
+
+
+@pytest.mark.parametrize("scheme", SOUND)
+def test_sound_models_pass_both_verdicts(scheme: str, written: Callable[[str], Path], text: list[Tensors]) -> None:
+    report = bridge.verify(written(scheme), MODEL, data=text, progress=False)
+    assert report.verdicts == {"file": "passed", "cost": "passed"} and report.passed, report.lines()
+
+
+def test_a_model_that_costs_more_than_its_scheme_may_fails_by_the_second_verdict(
+    written: Callable[[str], Path], text: list[Tensors], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bridge.verification.evaluation.divergence_bound", lambda scheme, bits: 1e-4)
+    report = bridge.verify(written("int4_wo"), MODEL, data=text, progress=False)
+    assert report.verdicts == {"file": "passed", "cost": "failed"} and not report.passed and not report.command
+    line = next(line for line in report.lines() if line.startswith("cost"))
+    assert "FAILED: KL" in line and "is above 0.0001 nats a token" in line and "tokens" in line
+    assert bridge.verify(written("int4_wo"), MODEL, data=text, gate="cosine", progress=False).passed
+
+
+def test_bounds_are_three_times_what_was_measured_on_a_real_model() -> None:
+    for scheme, rows in read_quality().items():
+        for model in REAL:
+            if (found := rows.get(model)) and found.kl:
+                assert divergence_bound(scheme, int(found.bits or 4)) >= max(LEAST, 2.99 * found.kl)
+    assert divergence_bound("int8_wo", 8) == LEAST  # what is nearly free is not held to a multiple of nothing
+    assert divergence_bound("int4:gptq", 4) < divergence_bound("int4_wo", 4) < divergence_bound("q2_k", 2)
+
+
+@pytest.mark.parametrize(("after", "fit"), [(80.0, True), (9_000.0, False)])
+def test_a_pruned_model_of_ten_times_the_perplexity_is_not_served(after: float, fit: bool, tmp_path: Path) -> None:
+    report = bridge.convert(MODEL, "hf", None, tmp_path / "plain", verify=False, progress=False)
+    cut = Pruning((("ffn", 8, 4),), (2, 1), (2, 1), perplexity=(70.7, after))
+    found = dataclasses.replace(report, pruning=cut)
+    assert isinstance(found, Report) and found.passed == fit and bool(found.command) == fit and found.faithful
+    first = found.lines()[0]
+    assert first.endswith(f"perplexity 70.70 -> {after:,.2f}")
+    assert fit or "FAILED: perplexity is 127 times the source's" in "\n".join(found.lines())
+    pruned = StepDone("small", "prune", found, 1.0)
+    assert pruned.passed == fit and dataclasses.replace(pruned, trained=True).passed  # what is trained next goes on
+    assert ChainReport((dataclasses.replace(pruned, trained=True),)).passed
