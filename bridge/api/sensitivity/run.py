@@ -19,8 +19,9 @@ from bridge.api.sensitivity.result import METHODS, NATS, Choice, InFormat, Layer
 from bridge.api.sensitivity.units import Unit, written_bytes
 from bridge.api.sensitivity.work import rows_for_ranking, tell_time
 from bridge.api.words import TargetOptions
-from bridge.calibration.data import AUTO, Data, Sampling
+from bridge.calibration.data import AUTO, Data, Sampling, check_compute
 from bridge.calibration.modelopt import PACKAGES
+from bridge.calibration.requirements import source_for
 from bridge.core.errors import BridgeError, CalibrationError, PlanError, SchemeError, UsageError, warn
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
@@ -50,6 +51,7 @@ def sensitivity(
     field: str | None = None,
     memory: int | str | None = None,
     progress: Progress | bool | None = None,
+    compute: str | None = None,
     **options: Unpack[TargetOptions],
 ) -> Sensitivity:
     """Rank layers by the cost of quantizing each one alone; with a budget, choose a format for each and measure that.
@@ -72,6 +74,8 @@ def sensitivity(
             from one forward and backward run on the calibration data; they are not in nats. "block" takes the relative
             squared error of the output of the unit's block; only where the whole model fits is the choice measured.
         memory: bytes that the run may take, or "24GB"; None takes most of what is free.
+        compute: "fp32" runs the model in float32. None keeps its dtype, but for method "kl" on a CPU without
+            instructions for bfloat16, which takes float32 if the memory allows it.
 
     Raises:
         UsageError: an argument is not valid, or the run does not fit into `memory`; no weight has been read.
@@ -91,21 +95,25 @@ def sensitivity(
     """
     if samples == AUTO:
         raise UsageError('samples="auto" is for calibrate and convert; sensitivity measures on held-out rows: a number')
+    check_compute(compute)
     limit = None if memory is None else byte_count(memory, "memory=")
     place = Destination(target or "", dict(options), runtime)
     question = Question(quant, kv, method, budget, fallback)
     job = make_job(open_source(model, config, tokenizer), question, place)
     prepared = request.data_of(job.source, data, Sampling(samples, sequence, field))
-    return measured(job, prepared, device, callback_of(progress), limit)
+    return measured(job, prepared, device, callback_of(progress), limit, compute)
 
 
-def measured(job: Job, data: Data, device: str | None, progress: Progress, memory: int | None = None) -> Sensitivity:
+def measured(
+    job: Job, data: Data, device: str | None, progress: Progress, memory: int | None = None, compute: str | None = None
+) -> Sensitivity:
     """Run a job."""
     if not data.held_out:
         raise CalibrationError(f"nothing was held out to measure on: {data.missing or 'give more data'}")
     _check_mixture(job)
+    original, job = job, replace(job, source=source_for(job.source, compute))
     room, unmeasured = room_for(job, data, memory, device), ""
-    original, job = job, in_float32(job, data, memory, device)
+    job = in_float32(job, data, memory, device)
     divergence: Divergence | None = None
     if job.method == "block":
         found = block_costs(job, data, device, progress, room.ahead)
