@@ -222,6 +222,7 @@ def report_lines(report: Report) -> list[Text]:
         line("size", f"{size(report.source_bytes)} -> {size(report.bytes)}{ratio}{bits}"),
         line("seconds", f"{seconds}; peak memory {size(report.peak_memory)}"),
         line("parity", verdict(report) + _figures(report.parity)),
+        *([line("run in", report.parity.ran)] if report.parity.ran else []),
         line("written", report.out),
         *(line("drafts", note) for note in report.notes if is_note(note)),
         *(line("engine", note) for note in report.notes if fnmatch(note.partition(": ")[0], ENGINES[0])),

@@ -87,7 +87,10 @@ def output_parity(
     answers: list[np.ndarray] = []
     losses: list[tuple[float, int]] = []
     if run_last:
-        first, references = _of_prefixes(run_last, runtime.outputs[0], references, progress)
+        stage = f"run in {getattr(runtime, 'program', 'ONNX Runtime')}"
+        first, references = _of_prefixes(
+            run_last, runtime.outputs[0], references, lambda done, of: progress(done, of, stage)
+        )
         answers.append(first)
     for at, batch in enumerate([] if run_last else references.inputs):
         out = runtime.run(batch)
@@ -146,7 +149,9 @@ def with_perplexity(outputs: tuple[OutputParity, ...], source: Source, held: Hel
     return tuple(replace(row, perplexity=perplexity, reference_perplexity=others[row.reference]) for row in outputs)
 
 
-def _of_prefixes(run: Run, output: str, references: HeldOut, progress: Progress) -> tuple[np.ndarray, HeldOut]:
+def _of_prefixes(
+    run: Run, output: str, references: HeldOut, progress: Callable[[int, int], None]
+) -> tuple[np.ndarray, HeldOut]:
     """The answers at `POSITIONS` of the references' positions, each as the last of a prefix, and these references."""
     batch = references.inputs[0]
     tokens = batch["input_ids"].shape[1]
@@ -156,7 +161,7 @@ def _of_prefixes(run: Run, output: str, references: HeldOut, progress: Progress)
         line, last = divmod(int(row), tokens)
         logits = run({name: array[line : line + 1, : last + 1] for name, array in batch.items()})
         answers.append(logits[output][0, -1, references.columns])
-        progress(at + 1, len(chosen), "run in ONNX Runtime")
+        progress(at + 1, len(chosen))
     quantized = references.quantized[chosen] if references.quantized.size else references.quantized
     kept = replace(
         references, rows=references.rows[chosen], source=references.source[chosen], quantized=quantized,

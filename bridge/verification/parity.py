@@ -80,6 +80,7 @@ class Parity:
     """Parity per tensor and end to end; `passed` if every gate passed. Empty if nothing was compared.
 
     `not_run`: what could not be run, and why. `substitute`: what was run in place of the file, "" if the file was.
+    `ran`: where a part of the figures was measured, if not all were measured in one program.
     """
 
     tensors: tuple[TensorParity, ...] = ()
@@ -89,6 +90,7 @@ class Parity:
     counts: tuple[Count, ...] = ()
     scales: tuple[ScaleRange, ...] = ()
     substitute: str = ""
+    ran: str = ""
 
     @property
     def passed(self) -> bool:

@@ -17,7 +17,7 @@ from bridge.core.machine import available_memory
 from bridge.core.output.names import CALIBRATION
 from bridge.core.progress import Progress
 from bridge.core.remote.path import remote
-from bridge.core.text import layer_of
+from bridge.core.text import layer_of, number
 from bridge.planning.memory import RUN_BYTES_PER_VALUE
 from bridge.planning.plan import PASSTHROUGH, Plan
 from bridge.quant.calibration import Calibration, HeldOut
@@ -43,7 +43,7 @@ POSITIONS = 64  # a wrong RoPE permutation shows only after some twenty
 # Of a pruned model, a layer: rounding in float32, in another order of sums, adds up over layers. Cuts of tiny models
 # of all families, of 2 to 5 layers, differ by 1e-6 at most, two channels exchanged by 2e-2.
 MOST_SILENCED = 1e-5
-DECODED = "perplexity in the program itself: the one above is of the file's weights in float, run in torch"
+DECODED = "the file's weights, decoded, in torch"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def prove(
     compared = tensor_parity(plan, source, manifest.gates, directory, progress, calibration=statistics, memory=memory)
     outputs: tuple[OutputParity, ...] = ()
     layers: tuple[tuple[str, float], ...] = ()
-    substitute = ""
+    substitute = ran = ""
     not_run = list(compared.not_run)
     try:
         if not check.run:
@@ -103,8 +103,10 @@ def prove(
         within, errors = float_error(plan), error_factor(plan)
         outputs = output_parity(runtime, references, gate, quantized, progress, within, errors, last)
         if references.source_perplexity is not None and (decoded := getattr(runtime, "decoded", None)):
+            ran = f"{number(outputs[0].positions, 'position')} in {runtime.program}"
             outputs, why = _decoded(outputs, decoded, references)
-            not_run.append(why)
+            not_run += [why] if why else []
+            ran += f"; perplexity: {DECODED}" * (not why)
         substitute = runtime.substitute
         if plan.quantized:
             layers = target.layer_errors(directory, plan, source, references.inputs[0], runtime)
@@ -115,16 +117,16 @@ def prove(
         not_run.append(f"{OUTPUTS_ASIDE}: {error}")
     except VerifyError as error:  # an output that does not load or run is broken, not unverified
         findings.append(f"error [runtime] {error}")
-    parity = replace(compared, outputs=outputs, layers=layers, not_run=tuple(not_run), substitute=substitute)
+    parity = replace(compared, outputs=outputs, layers=layers, not_run=tuple(not_run), substitute=substitute, ran=ran)
     return Proof(parity, tuple(findings))
 
 
 def _decoded(
     outputs: tuple[OutputParity, ...], decoded: Callable[[], Source], references: HeldOut
 ) -> tuple[tuple[OutputParity, ...], str]:
-    """The outputs with the perplexity of the file's weights in float, and what that does not show."""
+    """The outputs with the perplexity of the file's weights in float, and why they have none; "" if they have it."""
     try:
-        return with_perplexity(outputs, decoded(), references), DECODED
+        return with_perplexity(outputs, decoded(), references), ""
     except BridgeError as error:
         return outputs, f"perplexity: {error}"
 
