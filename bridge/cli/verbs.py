@@ -183,7 +183,7 @@ def search(terminal: Terminal, scores: Path | None, overwrite: bool, **given: An
 
 @verb(
     "qbridge sensitivity MODEL --quant int4_awq,fp8 --budget 4.8bits",
-    "model quant data target runtime budget fallback method out samples sequence field kv device memory config "
+    "model quant data target runtime budget fallback method out samples sequence field kv device compute memory config "
     "tokenizer overwrite json quiet debug",
 )
 def sensitivity(terminal: Terminal, out: Path | None, overwrite: bool, **given: Any) -> None:

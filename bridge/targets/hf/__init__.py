@@ -59,7 +59,9 @@ UNFOLDED = "pre_quant_scale stays a tensor beside the weights, since no norm fee
 class HfOptions:
     """Options of target `hf`."""
 
-    format: str | None = option(None, f"one of {', '.join(SPELLINGS)}; default: the first that holds the scheme")
+    format: str | None = option(
+        None, f"one of {', '.join(SPELLINGS)}; default: the first that holds the scheme", tuple(SPELLINGS)
+    )
     shard_size: str = option("10GB", "maximum size of a weight file: 300MB, 10GB")
     allow_split: bool = option(
         False, "let a recipe keep some of q, k, v, of gate, up, or of a layer's experts; servers refuse it"
