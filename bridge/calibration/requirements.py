@@ -159,7 +159,7 @@ class _InFloat32(Delegate):
 
 
 def has_bf16_instructions() -> bool:
-    """Whether torch has fast bfloat16 on this CPU: AVX-512 BF16 or AMX on x86, BF16 on Arm; true where none can tell."""
+    """Whether torch has fast bfloat16 on this CPU: AVX-512 BF16 or AMX on x86, BF16 on Arm; true if unknown."""
     import platform
 
     import torch

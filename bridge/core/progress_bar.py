@@ -14,7 +14,6 @@ from inspect import CO_VARKEYWORDS
 from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar, cast
 
 from bridge.core.progress import BYTES, Progress, no_progress
-from bridge.core.text import nearest
 
 if TYPE_CHECKING:
     from rich import progress as progress_module
@@ -47,7 +46,10 @@ def _check_words(verb: Callable[..., object], given: Collection[str]) -> None:
         return
     known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     if unknown := [word for word in given if word not in known]:
-        raise TypeError(f"{verb.__name__}() has no argument {unknown[0]!r}; {nearest(unknown[0], known)}")
+        import difflib
+
+        near = "".join(f"; nearest: {word}" for word in difflib.get_close_matches(unknown[0], known, 1))
+        raise TypeError(f"{verb.__name__}() has no argument {unknown[0]!r}; known: {', '.join(known)}{near}")
 
 
 def callback_of(progress: Progress | bool | None) -> Progress:
