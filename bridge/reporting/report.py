@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
+SHOWN_SECONDS = 0.05  # of a stage; below, its figure would be 0.0
+TAKEN = re.compile(r"\w+:best took [^;]*")  # of a note: the rule and its figures
 MAX_MODULES = 10  # with the largest output error, that the terminal shows
 
 
@@ -212,7 +215,7 @@ def report_lines(report: Report) -> list[Text]:
     """What `convert` prints: what was made, its size, its seconds, its parity, where it is, and what to do next."""
     ratio = f" ({report.bytes / report.source_bytes:.0%})" if report.source_bytes else ""
     bits = f", {report.bits:.2f} bits a value" if report.bits else ""
-    stages = ", ".join(f"{stage} {value:.1f}" for stage, value in report.seconds.items())
+    stages = ", ".join(f"{stage} {value:.1f}" for stage, value in report.seconds.items() if value >= SHOWN_SECONDS)
     seconds = f"{sum(report.seconds.values()):.1f}" + (f" ({stages})" if stages else "")
     counts = f"{report.tensors:,} tensors, {report.quantized:,} quantized"
     lines = [
@@ -221,6 +224,7 @@ def report_lines(report: Report) -> list[Text]:
         *([line("trained", report.distillation.line())] if report.distillation else []),
         line("size", f"{size(report.source_bytes)} -> {size(report.bytes)}{ratio}{bits}"),
         line("seconds", f"{seconds}; peak memory {size(report.peak_memory)}"),
+        *(line("rule", found[0]) for note in report.notes if (found := TAKEN.match(note))),
         line("parity", verdict(report) + _figures(report.parity)),
         *([line("run in", report.parity.ran)] if report.parity.ran else []),
         line("written", report.out),
