@@ -242,8 +242,8 @@ def token_warnings(job: CalibrationJob) -> list[str]:
     rows = -(-widest // (job.data.sequence or 1))
     rule = f"{job.scheme.name.partition(':')[0]}:imatrix" if ":" in job.scheme.name else "int4:imatrix"
     return [
-        f"GPTQ fits the {widest:,} inputs of {site.module} to {tokens:,} tokens, and needs as many at least: give "
-        f"samples={rows} (--samples {rows}) and data that have them, or use {rule}"
+        f"GPTQ needs at least as many tokens as a matrix has inputs: {site.module} has {widest:,}, and the data have "
+        f"{tokens:,}; give samples={rows} (--samples {rows}) and data that have them, or use {rule}"
     ]
 
 
@@ -276,7 +276,7 @@ def few_tokens(job: CalibrationJob) -> list[str]:
     if not learned or tokens >= FEW or "input_ids" not in next(iter(job.data.batches), {}):
         return []
     return [
-        f"SignRound learns from {tokens:,} tokens, which is too few to hold for other text: give {2 * FEW:,} or more "
+        f"SignRound learns from {tokens:,} tokens, too few for codes that fit other text: give {2 * FEW:,} or more "
         "(--samples, --sequence), or take int4:imatrix"
     ]
 

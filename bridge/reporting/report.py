@@ -302,8 +302,8 @@ def _figures(parity: Parity) -> str:
     if not parity.outputs:
         return ""
     first = parity.outputs[0]
-    copy = " of a float32 copy" if parity.substitute else ""
-    figures = f"; outputs{copy} {first.cosine:.4f} cosine"
+    copy = f" (run in float32: {parity.substitute})" if parity.substitute else ""
+    figures = f"; output similarity {first.cosine:.4f}{copy}"
     if first.perplexity is not None and first.reference_perplexity is not None:
         figures += f", perplexity {first.reference_perplexity:.2f} -> {first.perplexity:.2f}"
     return figures

@@ -96,7 +96,7 @@ def output_parity(
         out = runtime.run(batch)
         first = out[runtime.outputs[0]]
         if at == 0 and first.shape[-1] <= references.columns.max(initial=0):
-            raise CannotRun("the graph's task has another output than the model whose outputs it is compared with")
+            raise CannotRun("the graph has another output than its source: their tasks differ")
         if at == 0:
             answers.append(first.reshape(-1, first.shape[-1])[references.rows][:, references.columns])
         if references.source_perplexity is not None:
@@ -133,7 +133,7 @@ def of_first_tokens(references: HeldOut, tokens: int) -> HeldOut:
     lines, places = np.divmod(references.rows, width)
     kept = places < tokens
     if not kept.any():
-        raise CannotRun(f"none of the positions that are compared is among the first {tokens} tokens of its text")
+        raise CannotRun(f"all positions to compare lie after the first {tokens} tokens of their text")
     return replace(
         references, inputs=tuple(first_tokens(batch, tokens) for batch in references.inputs),
         rows=(lines * tokens + places)[kept], source=references.source[kept],

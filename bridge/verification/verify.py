@@ -144,8 +144,8 @@ def _against_whole(source: PrunedSource, inputs: Mapping[str, np.ndarray]) -> li
     if math.isnan(error):
         return ["error [pruning] the outputs of the pruned model, or of the whole one, are NaN or infinite"]
     return [
-        f"error [pruning] outputs differ by {error:.1e} from those of the whole model whose other parts are silent, "
-        f"more than {most:.0e}: the parts that were kept do not belong together"
+        f"error [pruning] outputs differ by {error:.1e}, and at most {most:.0e} is expected, from the whole model with "
+        "the removed parts set to zero: some of the parts that were kept do not belong together"
     ]
 
 
@@ -173,9 +173,9 @@ def _first_outputs(source: Source, inputs: Mapping[str, np.ndarray]) -> np.ndarr
 
 def _reservations(outputs: tuple[OutputParity, ...], quantized: bool, substitute: str) -> list[str]:
     """What the numbers do not show."""
-    notes = [f"the file itself was not run, but its float32 copy: {substitute}"] if substitute else []
+    notes = [f"the outputs are of a float32 copy of the file: {substitute}"] if substitute else []
     if outputs and outputs[0].positions < POSITIONS:
-        notes.append(f"outputs were compared on {outputs[0].positions} positions only; {POSITIONS} are needed to tell")
+        notes.append(f"only {outputs[0].positions} positions were compared; {POSITIONS} show a wrong rotary embedding")
     if quantized and all(o.reference != "modelopt" for o in outputs):
         notes.append("no comparison with ModelOpt's fake-quantized model: it did not run (calibrate keeps its outputs)")
     return notes

@@ -233,7 +233,7 @@ def _why_unmeasured(data: Data) -> str:
     if data.forward_loop is not None:
         return "a forward_loop runs the whole model; give batches, or name a rule"
     if data.cut is not None:
-        return 'samples="auto" is of one scheme; give a number'
+        return 'samples="auto" works with one scheme; give a number'
     if not data.batches or not data.held_out:
-        return data.missing or "nothing was held out to measure on; give more data"
+        return data.missing or "no text is left to measure on; give more data"
     return ""

@@ -314,8 +314,8 @@ def _check_size(job: Job) -> None:
         )
     if job.budget and not job.fallback and least >= most:
         raise SchemeError(
-            f"target {job.candidates.menus[0].target} writes no matrix smaller in {job.title} than unquantized, so "
-            "that a budget has no choice; choose another target, or quantize without a budget"
+            f"in {job.title}, target {job.candidates.menus[0].target} writes no matrix smaller than unquantized: a "
+            "budget has nothing to choose from; choose another target, or quantize without a budget"
         )
     if job.budget is None or job.budget.kind == "kl":
         return

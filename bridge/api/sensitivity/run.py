@@ -130,7 +130,7 @@ def measured(
         found, divergence = costs(bench), bench.divergence
     job, notes = original, _notes(original, unmeasured if original.budget else "")
     if found.ranked:
-        notes = (*notes, f"single layers were measured on {found.ranked:,} of {found.tokens:,} tokens, to end sooner")
+        notes = (*notes, f"to save time, single layers were measured on {found.ranked:,} of {found.tokens:,} tokens")
     result = _result(job, data, found, notes)
     if not job.budget:
         return result

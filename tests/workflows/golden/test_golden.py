@@ -87,7 +87,7 @@ def test_a_byte_outside_the_samples_is_found(out: Path, golden: Path, tmp_path: 
     moved = bridge.golden.check(golden, changed(out, tmp_path / "out", Q, at=20_011))
     assert kinds(moved) == [("codes", Q)]
     assert moved.moves[0].measure and moved.moves[0].measure.changed == 0
-    assert "bytes differ, but no one of" in str(moved)
+    assert "bytes changed, and none of the" in str(moved)
 
 
 def test_layers_that_moved_alike_share_a_line(out: Path, golden: Path, tmp_path: Path) -> None:
