@@ -151,6 +151,9 @@ class Contract:
             return f"loads no {architecture} there"
         words = sorted({contract_words(format_) for format_ in formats})
         if missing := [word for word in words if word not in self.loads]:
+            plain = missing[0].replace(" zeros", "")
+            if plain != missing[0] and plain in self.loads:
+                return f"loads {explained(plain)} there, but not their zero points"
             return f"loads no {explained(missing[0])} there"
         if why := next(filter(None, (self.loads[word].why_not(explained(word), architecture) for word in words)), ""):
             return why
