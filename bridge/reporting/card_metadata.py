@@ -1,4 +1,4 @@
-"""The lines between `---` on top of a model card, which the hub reads."""
+"""Metadata of a model card: the lines on top, for the hub."""
 
 from __future__ import annotations
 

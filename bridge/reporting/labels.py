@@ -1,4 +1,4 @@
-"""Words and marks of a plot, and places for words that cover nothing."""
+"""Words and marks of a plot; words cover no mark."""
 
 from __future__ import annotations
 
