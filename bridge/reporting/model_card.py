@@ -21,7 +21,6 @@ from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weig
 if TYPE_CHECKING:
     from bridge.targets.trt.record import Engines
 
-HUB = "hf://"
 BEGIN, END = "<!-- qbridge: quantization -->", "<!-- /qbridge -->"
 ENGINES = "<!-- qbridge: engines -->"
 FACTS = ("architecture", "scheme", "calibration", "calibration data")  # the part of the provenance without paths
@@ -35,15 +34,12 @@ def add_section(directory: Path, report: Report) -> None:
     path = directory / CARD
     before = path.read_bytes().decode("utf-8", "surrogateescape") if path.exists() else ""
     name = name_of(report)
-    text = f"# {name.rpartition('/')[2]}\n\n{section(report, name)}"
-    card = with_metadata(with_section(before, text), metadata(report))
+    card = with_metadata(with_section(before, f"# {name}\n\n{section(report, name)}"), metadata(report))
     write_whole(path, card.encode("utf-8", "surrogateescape"))
 
 
 def name_of(report: Report) -> str:
-    """`org/name` of an output on the hub; else the name that `convert` gives an output, without the caller's path."""
-    if report.out.startswith(HUB):
-        return report.out.removeprefix(HUB)
+    """The name that `convert` gives an output; the caller's path is not in it, so that cards are equal everywhere."""
     where = report.made_from.get("source", "model")
     source = Path(hub_id(where) or where).name.partition("@")[0]
     return "-".join([source.replace(" ", "-"), report.scheme.replace(":", "-"), report.target])
