@@ -131,6 +131,6 @@ def test_the_demo_runs_and_speaks(tmp_path: Path) -> None:
     code = f"import runpy, sys\nsys.argv = {words}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
     ended, said = forks.python(code, tmp_path, 300)
     assert ended == 0, said
-    assert "parity   passed; outputs" in said
+    assert "parity   passed; output similarity" in said
     assert "perplexity" in said
     assert said.count(" -> '") == 3
