@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,13 +31,14 @@ from bridge.calibration.job import CalibrationJob
 from bridge.calibration.requirements import check_device, sampling_for, source_for
 from bridge.calibration.walk.workers.processes import Workers, share_of
 from bridge.core.addresses import is_remote
-from bridge.core.errors import CalibrationError, UsageError, warn
+from bridge.core.errors import BridgeError, CalibrationError, UsageError, warn
 from bridge.core.output.directory import Work, check_disk, output_directory
 from bridge.core.output.names import CALIBRATING, CALIBRATION, CARD, RECIPE
 from bridge.core.output.replace import check_free, recover, work_directory
 from bridge.core.progress import no_progress
 from bridge.core.text import not_finite, number
 from bridge.core.version import __version__
+from bridge.planning.structure import traces
 from bridge.quant.calibration import Calibration
 from bridge.reporting.report import Report, report_from_dict
 from bridge.sources.source import Source
@@ -98,9 +99,12 @@ def run(request: Request, options: RunOptions) -> Report:
         with clock.stage("plan"):
             request.progress(0, 0, "plan")
             source = request.source()
+            if traces(source):
+                with clock.stage("imports"):
+                    _import_ahead()
             request, recipe = _choose_scheme(source, request, clock)
             with clock.stage("choose"):
-                request, why = choose_rule(source, request)
+                request, why = choose_rule(source, request, lambda: clock.stage("imports"))
             resolved = resolve(source, request)
             recover(resolved.out)
             check_free(resolved.out, request.overwrite)
@@ -283,7 +287,8 @@ def _calibration_data(resolved: ResolvedRequest, clock: Clock) -> tuple[Data, bo
 
     with clock.stage("imports"):
         import_frameworks(with_modelopt=resolved.needs_modelopt)
-    data = _sampled(resolved)
+    with clock.stage("data"):
+        data = _sampled(resolved)
     from bridge.calibration.calibrate import choose_strategy
 
     strategy = choose_strategy(_job_of(resolved, data))
@@ -292,14 +297,20 @@ def _calibration_data(resolved: ResolvedRequest, clock: Clock) -> tuple[Data, bo
 
 def _comparison_data(resolved: ResolvedRequest, clock: Clock) -> Data:
     """Prepare what outputs are compared on; no more than what tokenizes is imported without such data."""
-    from bridge.calibration.modelopt import import_frameworks
-
-    with clock.stage("imports"):
+    with clock.stage("data"):
         data = data_to_compare(resolved.source, _own_data(resolved), resolved.request.sampling)
     if not data.missing:
         with clock.stage("imports"):
-            import_frameworks(with_modelopt=False)
+            _import_ahead()
     return data
+
+
+def _import_ahead() -> None:
+    """Import what runs a model, so that its seconds stand alone; who needs what is absent says so later."""
+    from bridge.calibration.modelopt import import_frameworks
+
+    with suppress(BridgeError):
+        import_frameworks(with_modelopt=False)
 
 
 def _own_data(resolved: ResolvedRequest) -> Any:

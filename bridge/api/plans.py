@@ -347,7 +347,7 @@ def need_of(source: Source, structure: Structure, scheme: Scheme, sampling: Samp
 def _why_unsupported(contract: Contract, scheme: Scheme, options: Mapping[str, Any]) -> str:
     """Why a contract's target does not write a scheme, with the nearest that it writes; "" if it does."""
     chosen = load_target(contract.target)
-    given = make_options(chosen, {**contract.options, **options})
+    given = make_options(chosen, {**contract.options, **options}, _arguments)
     return next(filter(None, (chosen.why_unsupported(format_, given) for format_ in scheme.formats)), "")
 
 
@@ -403,5 +403,14 @@ def _plan_inputs(
     """The inputs of a plan, with the target's options resolved for this model."""
     chosen = load_target(target)
     check_weights(source.specs, structure, scheme)
-    resolved = chosen.resolve(make_options(chosen, options), structure, scheme, source.specs)
+    resolved = chosen.resolve(make_options(chosen, options, _arguments), structure, scheme, source.specs)
     return PlanInputs(source, structure, chosen, scheme, resolved)
+
+
+def _arguments() -> list[str]:
+    """The arguments of `convert`."""
+    from inspect import signature
+
+    from bridge.api.verbs import convert
+
+    return [*signature(convert).parameters]

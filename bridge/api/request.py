@@ -295,8 +295,8 @@ def given_calibration(
 
     if (made_for := calib.provenance.model) and made_for != fingerprint(structure, source):
         raise CalibrationError(
-            f"the tensors that the calibration was made for ({calib.provenance.architecture}) differ from those of "
-            f"{source.where} in name, shape or dtype; calibrate this model"
+            f"the calibration was made for another model ({calib.provenance.architecture}): tensors of {source.where} "
+            "differ in name, shape or dtype; calibrate this model"
         )
     calib.require(formats, attention, scheme.kv)
     calib.check()
@@ -328,15 +328,14 @@ def _check_codes(calib: Calibration, plan_: Plan, source: Source, structure: Str
     made = calib.provenance.codes.split(", ")
     if calib.provenance.codes and (other := [one for form in formats if (one := chosen_words([form])) not in made]):
         raise CalibrationError(
-            f"the calibration holds codes of {calib.provenance.codes}, and scheme {plan_.scheme} takes those of "
-            f"{other[0]}; calibrate for this scheme: quant={plan_.scheme!r} (--quant {plan_.scheme})"
+            f"the calibration is for {calib.provenance.codes}, and scheme {plan_.scheme} needs {other[0]}; "
+            f"calibrate for this scheme: quant={plan_.scheme!r} (--quant {plan_.scheme})"
         )
     from bridge.calibration.algorithms.codes import digest_of_weights  # loads the kernels
 
     if calib.provenance.weights != digest_of_weights(source, structure, calib.chosen):
         raise CalibrationError(
-            f"the calibration holds codes or scales that were chosen for other weights than those of {source.where}; "
-            "calibrate this model"
+            f"the calibration was made for other weights than those of {source.where}; calibrate this model"
         )
 
 

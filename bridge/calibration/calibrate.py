@@ -92,7 +92,7 @@ def choose_strategy(job: CalibrationJob, whole_layers: bool = False) -> Strategy
     source, data = job.source, job.data
     device, resident = job.device or home_of(source), model_in_memory(source) is not None
     free = free_memory(device) if job.free is None else job.free
-    specs = _in_memory(source)
+    specs = specs_in_memory(source)
     need = calibration_need(specs, source.config, job.scheme, tokens_of(data), job.structure.sites)
     if resident:
         need = replace(need, whole=need.whole - stacked_bytes(specs.values()))  # nothing is loaded
@@ -194,7 +194,7 @@ def _weighted(scheme: Scheme) -> bool:
     return any(form.watched for form in scheme.formats)
 
 
-def _in_memory(source: Source) -> Mapping[str, TensorSpec]:
+def specs_in_memory(source: Source) -> Mapping[str, TensorSpec]:
     """The tensors in the dtype that the model runs in, which `compute=` may choose."""
     dtype = source.runs_in
     return {name: replace(spec, dtype=dtype) for name, spec in source.specs.items()} if dtype else source.specs

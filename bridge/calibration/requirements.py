@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from bridge.calibration.data import SAMPLES, Data, Sampling, check_compute
@@ -39,6 +40,8 @@ STEP_ROWS = 8
 FEW = 2048  # tokens, below which what SignRound learns holds for these alone
 LONG = 600  # seconds, from which a user is warned
 SLOW = 60  # seconds, from which another dtype is worth a line
+EMULATED = 4.5  # times as long as float32 is bfloat16 on a CPU without its instructions
+CPU_FACTS = Path("/proc/cpuinfo")
 SMALL = 1e11  # FLOP that the slowest machine does within a minute or so; nothing is measured below
 Rate = Callable[[str, str | None], float]
 
@@ -156,15 +159,21 @@ class _InFloat32(Delegate):
 
 
 def has_bf16_instructions() -> bool:
-    """Whether torch has fast bfloat16 on this CPU: AVX-512 BF16 or AMX on x86; true where torch cannot tell."""
+    """Whether torch has fast bfloat16 on this CPU: AVX-512 BF16 or AMX on x86, BF16 on Arm; true if unknown."""
     import platform
 
     import torch
 
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return True
+        return _of_arm(CPU_FACTS.read_text(encoding="utf-8") if CPU_FACTS.is_file() else "")
     asked = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return not all(asked) or any(ask() for ask in asked if ask)
+
+
+def _of_arm(facts: str) -> bool:
+    """Whether Linux lists `bf16` among the features of an Arm processor; true for a text without features."""
+    lines = [line.partition(":")[2].split() for line in facts.splitlines() if line.startswith("Features")]
+    return not lines or "bf16" in lines[0]
 
 
 def flops(job: CalibrationJob) -> float:
@@ -233,8 +242,8 @@ def token_warnings(job: CalibrationJob) -> list[str]:
     rows = -(-widest // (job.data.sequence or 1))
     rule = f"{job.scheme.name.partition(':')[0]}:imatrix" if ":" in job.scheme.name else "int4:imatrix"
     return [
-        f"GPTQ fits the {widest:,} inputs of {site.module} to {tokens:,} tokens, and needs as many at least: give "
-        f"samples={rows} (--samples {rows}) and data that have them, or use {rule}"
+        f"GPTQ needs at least as many tokens as a matrix has inputs: {site.module} has {widest:,}, and the data have "
+        f"{tokens:,}; give samples={rows} (--samples {rows}) and data that have them, or use {rule}"
     ]
 
 
@@ -248,15 +257,15 @@ def time_warnings(job: CalibrationJob, rate: Rate | None = None) -> list[str]:
         return lines
     measure = rate or measured_rate
     dtype = job.source.runs_in or main_dtype(job.source.specs.values())
-    speed = measure(dtype, device)
+    slow = dtype == "bfloat16" and str(device or "cpu").startswith("cpu") and not has_bf16_instructions()
+    speed = measure("float32", device) / EMULATED if slow else measure(dtype, device)
     seconds = work / speed
     if seconds > LONG:
         lines.append(f"calibration: {duration(seconds)} ({work / 1e15:.3g} PFLOP at {speed / 1e12:.2g} TFLOP/s)")
-    slow = dtype == "bfloat16" and str(device or "cpu").startswith("cpu") and not has_bf16_instructions()
-    if slow and seconds > SLOW and (faster := work / measure("float32", device)) < seconds / 1.5:
+    if slow and seconds > SLOW:
         lines.append(
-            f'this CPU has no bfloat16 instructions: compute="fp32" (--compute fp32) would take {duration(faster)} '
-            f"instead of {duration(seconds)}, and twice the memory"
+            f'this CPU has no bfloat16 instructions: compute="fp32" (--compute fp32) would take '
+            f"{duration(seconds / EMULATED)} instead of {duration(seconds)}, and twice the memory"
         )
     return lines
 
@@ -267,7 +276,7 @@ def few_tokens(job: CalibrationJob) -> list[str]:
     if not learned or tokens >= FEW or "input_ids" not in next(iter(job.data.batches), {}):
         return []
     return [
-        f"SignRound learns from {tokens:,} tokens, which is too few to hold for other text: give {2 * FEW:,} or more "
+        f"SignRound learns from {tokens:,} tokens, too few for codes that fit other text: give {2 * FEW:,} or more "
         "(--samples, --sequence), or take int4:imatrix"
     ]
 

@@ -81,6 +81,15 @@ def _complete_kv(begin: str) -> list[str]:
     return [name for name in kv_names() if name.startswith(begin)]
 
 
+def _complete_shown(begin: str) -> list[str]:
+    from bridge.core.mappings import table_files
+
+    lists = ("schemes", "targets", "architectures", "runtimes", "environment")
+    return [name for name in (*lists, *(path.stem for path in table_files("arch"))) if name.startswith(begin)] + (
+        _complete_scheme(begin) if begin else []
+    )
+
+
 def _complete_gpu(begin: str) -> list[str]:
     from bridge.targets.trt.gpus import gpu_names
 
@@ -135,7 +144,7 @@ def _dims(dims: str) -> list[str]:
 
 _MEMORY = "bytes that the run may take, without those of imports: 2GB, 512MiB"
 _OUT = "a directory that `convert` wrote, or its address"
-_TARGET = Flag("what to write; default: hf", default="hf", complete=complete_target)
+_TARGET = Flag("what to write", default="hf", complete=complete_target)
 
 # fmt: off
 FLAGS = {
@@ -238,12 +247,13 @@ FLAGS = {
     "sequence": Flag("tokens per sequence; default: 128", int, min=1),
     "prune.sequence": Flag("tokens per sequence; default: 256", int, min=1),
     "search.sequence": Flag("tokens per sequence; default: 256", int, min=1),
-    "distill.sequence": Flag("tokens in a row; default: 512", int, 512, min=2),
+    "distill.sequence": Flag("tokens in a row", int, 512, min=2),
     "field": Flag("key of a JSONL record that holds its text or chat"),
     "device": Flag("where calibration runs: cpu, cuda, cuda:1"),
     "evaluate": Flag("run the output on so many tokens of text, 20k; default: 2,048 or more of what is run"),
     "gate": Flag("cosine: judge language models by cosine and norm of logits, as before; default: by KL"),
     "compute": Flag("fp32: calibrate in float32; default: the model's dtype"),
+    "sensitivity.compute": Flag("fp32: measure in float32; default: float32 where it is faster, for method kl"),
     "memory": Flag(_MEMORY),
     "convert.memory": Flag(_MEMORY, read=byte_count),
     "prune.memory": Flag(_MEMORY, read=byte_count),
@@ -268,16 +278,16 @@ FLAGS = {
     "scores": Flag("file to write scores to, so that prune keeps the same parts: NAME.safetensors", Path),
 
     # training
-    "steps": Flag("steps of training; default: 1000", int, 1000, min=1),
-    "batch": Flag("rows in a step; default: 8", int, 8, min=1),
-    "lr": Flag("the largest learning rate; default: 1e-4", float, 1e-4),
-    "distill.temperature": Flag("softens the probabilities of both; default: 1", float, 1.0),
+    "steps": Flag("steps of training", int, 1000, min=1),
+    "batch": Flag("rows in a step", int, 8, min=1),
+    "lr": Flag("the largest learning rate", float, 1e-4),
+    "distill.temperature": Flag("softens the probabilities of both", float, 1.0),
     "pairs": Flag("hidden states: norm, none, or pairs of layers", default="norm", metavar="S:T,S:T", read=_pairs),
     "top_k": Flag("the teacher's likeliest ids; default: all", int, min=1),
     "teacher_cache": Flag("directory of the teacher's answers: it runs once"),
     "distill.seed": Flag("of the order of rows; default: 0", int, 0, min=0),
-    "save_every": Flag("steps between saved states; default: 100", int, 100, min=1),
-    "eval_every": Flag("steps between evaluations; default: 100", int, 100, min=1),
+    "save_every": Flag("steps between saved states", int, 100, min=1),
+    "eval_every": Flag("steps between evaluations", int, 100, min=1),
     "workers": Flag("processes that share a batch, as torchrun starts them", int, min=1),
 
     # inspecting and running
@@ -289,7 +299,7 @@ FLAGS = {
     "gradients": switch("also run the next-token loss backward"),
     "nan": switch("name the module that makes the first NaN or infinity"),
     "cost": switch("also measure time and memory of each module"),
-    "worst": Flag("lines to print, shared by the schemes; default: 10", int, 10, min=1),
+    "worst": Flag("lines to print, shared by the schemes", int, 10, min=1),
     "text": word("[TEXT]", "what the model continues", default=None),
     "tokens": Flag("number of tokens at most", int, 64),
     "chat": switch("put TEXT into the model's chat template; without TEXT: a conversation"),
@@ -321,7 +331,10 @@ FLAGS = {
     "paths": word(
         "[PATH]...", "written models, checkpoints, .onnx and .gguf files, recipes, tables", default=None, several=True
     ),
-    "what": word("WHAT", "schemes, targets, architectures, runtimes, environment; a scheme, table, output or file"),
+    "what": Flag(
+        "schemes, targets, architectures, runtimes, environment; a scheme, table, output or file",
+        default=REQUIRED, metavar="WHAT", argument=True, complete=_complete_shown
+    ),
     "plan.every": switch("one line per tensor instead of one per kind of layer", "--all"),
     "show.every": switch("every scheme; one line per tensor; every spelling of a dialect", "--all"),
     "show.runtime": Flag("the program that loads schemes: vllm, sglang ...", names="--for", complete=_complete_runtime),

@@ -50,12 +50,15 @@ def target_options() -> dict[str, dict[str, Flag]]:
 def _flag(entry: dataclasses.Field[Any], type_: Any) -> Flag:
     default = str(entry.default).lower() if isinstance(entry.default, bool) else entry.default
     text = entry.metadata.get("help", "") + ("" if default is None else f"; default: {default}")
+    words = entry.metadata.get("words")
+    complete = words and (lambda begin: [word for word in words if word.startswith(begin)])
     kinds = (type_, *get_args(type_))  # of `int | None`, for example
     kind = next(kind for kind in (bool, int, float, str) if kind in kinds)
     dashed = entry.name.replace("_", "-")
     if bool in kinds and len(kinds) > 2:
         return Flag(text, str, names=f"--{dashed}" + (f"/--no-{dashed}" if entry.default is True else ""), alone=True)
-    return Flag(text, kind, names=f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}")
+    names = f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}"
+    return Flag(text, kind, names=names, complete=complete)
 
 
 def target_flags() -> list[click.Parameter]:

@@ -8,8 +8,9 @@ import importlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from inspect import CO_VARKEYWORDS
 from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar, cast
 
 from bridge.core.progress import BYTES, Progress, no_progress
@@ -28,6 +29,7 @@ def shows_progress(verb: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(verb)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        _check_words(verb, kwargs)
         asked = kwargs.get("progress")
         if callable(asked) or asked is False or not is_interactive():
             return verb(*args, **kwargs)
@@ -35,6 +37,19 @@ def shows_progress(verb: Callable[P, T]) -> Callable[P, T]:
             return verb(*args, **cast(Any, kwargs | {"progress": callback}))
 
     return run
+
+
+def _check_words(verb: Callable[..., object], given: Collection[str]) -> None:
+    """TypeError, with the nearest argument, for a word that a verb without options does not take."""
+    code: Any = getattr(verb, "__code__", None)
+    if code is None or code.co_flags & CO_VARKEYWORDS:
+        return
+    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if unknown := [word for word in given if word not in known]:
+        import difflib
+
+        near = "".join(f"; nearest: {word}" for word in difflib.get_close_matches(unknown[0], known, 1))
+        raise TypeError(f"{verb.__name__}() has no argument {unknown[0]!r}; known: {', '.join(known)}{near}")
 
 
 def callback_of(progress: Progress | bool | None) -> Progress:

@@ -36,12 +36,12 @@ from bridge.tables.architectures.arch import load_arch
 # Targets that leave matrices whole: the program that loads them cuts them for its ranks.
 CUT_AT_LOAD = ("hf",)
 FUSED = "and it is fused with others"
-KEPT = "stays unquantized beside quantized modules, is fused there, and is not read"
+KEPT = "is unquantized, and the program fuses it with quantized modules: it would not be read"
 OF_DRAFT = "; it is of a draft layer: use drafts='quantize' (--drafts quantize), or leave the layer out with 'drop'"
-HALF = "differs in format from modules that are fused with it, or from other experts of its layer"
-PART = "is one module with others in its model, which has no place for the scales of each"
-BESIDE = "stays unquantized, and is one module with others in its model: beside packed codes it is not read"
-UNLIKE = "differs in format from other experts, of which one format is read"
+HALF = "has another format than modules that are fused with it, or than other experts of its layer"
+PART = "shares a module with other matrices there, which holds one set of scales"
+BESIDE = "is unquantized, and shares a module with quantized matrices there: it would not be read"
+UNLIKE = "has another format than other experts, and the program reads one format for all of them"
 ROUTER = "is a router, which is read unquantized"
 # As `--dtype` takes them.
 FLAGS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -150,6 +150,9 @@ class Contract:
             return f"loads no {architecture} there"
         words = sorted({contract_words(format_) for format_ in formats})
         if missing := [word for word in words if word not in self.loads]:
+            plain = missing[0].replace(" zeros", "")
+            if plain != missing[0] and plain in self.loads:
+                return f"loads {explained(plain)} there, but not their zero points"
             return f"loads no {explained(missing[0])} there"
         if why := next(filter(None, (self.loads[word].why_not(explained(word), architecture) for word in words)), ""):
             return why

@@ -134,7 +134,9 @@ def with_drafts(structure: Structure, source: Source, options: Any, target: str)
         if choice == "quantize":
             raise PlanError("the source has no draft layers to quantize; leave drafts='quantize' (--drafts) out")
         lost = number(promised(config), "draft layer")
-        note = f"config.json promises {lost}, of which the source has no tensor: the output promises none"
+        note = (
+            f"config.json declares {lost}, but the source has no tensors of it: config.json of the output declares none"
+        )
         return structure, (note,) if promised(config) else ()
     what, be = _counted(drafts)
     if choice is None:

@@ -84,7 +84,7 @@ def _token_problems(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], 
             f"(token {outside[0]}); d2t holds what is added to a token's number: get the whole checkpoint"
         )
     elif "t2d" in specs and not np.array_equal(np.flatnonzero(read("t2d")), np.unique(tokens)):
-        yield "t2d marks other tokens than those that d2t maps to; they are of two drafts"
+        yield "t2d marks other tokens than those that d2t maps to: the files are of two drafts"
 
 
 def _problems(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Iterator[str]:
@@ -106,8 +106,8 @@ def _problems(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Ite
             "is missing; get the whole checkpoint"
         )
     if heads and isinstance(said := config.get("draft_vocab_size"), int) and said != tokens:
-        yield f"config.json says draft_vocab_size {said}, and lm_head has {tokens} tokens; they are of two drafts"
+        yield f"config.json says draft_vocab_size {said}, and lm_head has {tokens} tokens: the files are of two drafts"
     if heads and d2t is not None and d2t.shape != (tokens,):
-        yield f"d2t has shape {d2t.shape}, and lm_head {tokens} tokens; they are of two drafts"
+        yield f"d2t has shape {d2t.shape}, and lm_head {tokens} tokens: the files are of two drafts"
     if t2d is not None and t2d.shape != (vocabulary,):
-        yield f"t2d has shape {t2d.shape}, and config.json says vocab_size {vocabulary}; they are of two models"
+        yield f"t2d has shape {t2d.shape}, and config.json says vocab_size {vocabulary}: the files are of two models"

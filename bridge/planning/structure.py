@@ -54,6 +54,12 @@ def structure_of(source: Source) -> Structure:
     return structure_
 
 
+def traces(source: Source) -> bool:
+    """Whether `structure_of` will import torch."""
+    known = structure_by_table(source.config, source.specs) or is_eagle(source.config) or load_traced(source)
+    return not known
+
+
 def _check_packages(source: Source) -> None:
     """PlanError if a package is absent that tracing needs."""
     absent = [name for name in _packages(source) if find_spec(name) is None]

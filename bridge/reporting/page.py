@@ -8,17 +8,21 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bridge.core.addresses import is_remote
 from bridge.core.text import fold_layers, size
+from bridge.reporting.card_metadata import hub_id
 from bridge.reporting.loading import LOADING, loading_rows
 from bridge.reporting.plots import Plot, experts_plot, measured, parity_plots, scales_plot, storage_plot, training_plot
 from bridge.reporting.report import Report, cost, count_rows, outputs_title, verdict
 from bridge.reporting.rows import OUTPUTS, WEIGHTS, by_reason, output_rows, weight_rows, worst
 from bridge.sources.live_models.distillation import Distillation
 from bridge.targets import load_target
+from bridge.verification.parity import Parity
 
+APART = 1.25  # medians of the error, 2 dB; rounding alone spreads the weights of a model by less
 MAX_WORST = 5  # layers that the page names first
 MAX_CHANNELS = 8  # outlier channels that the page shows per module
 
@@ -112,13 +116,20 @@ def page_of(report: Report) -> Page:
     ]  # fmt: skip
     return Page(
         title=Path(report.out).name,
-        line=f"Target {report.target}, scheme {report.scheme}: {report.tensors:,} tensors, {report.quantized:,} "
-        "quantized.",
+        line=f"{_source(report)}Target {report.target}, scheme {report.scheme}: {report.tensors:,} tensors, "
+        f"{report.quantized:,} quantized.",
         passed=report.passed,
         verdict="; cost ".join(filter(None, [verdict(report), cost(report)])),
         tiles=list(_tiles(report)),
         sections=[s for s in sections if s.words or s.tables or s.plots or s.folded or s.text],
     )
+
+
+def _source(report: Report) -> str:
+    """A sentence that names the source; a directory without what lies above it."""
+    where = report.made_from.get("source", "")
+    name = hub_id(where) or Path(where).name
+    return f"Made from {name}. " if name else ""
 
 
 def _tiles(report: Report) -> Iterator[Tile]:
@@ -153,13 +164,24 @@ def _outputs(report: Report) -> Section:
 
 
 def _worst(report: Report) -> Section:
-    """The layers that lost most, by the error of their outputs if they were run, else by their weights."""
+    """The layers that lost most, by the error of their outputs if they were run, else by their weights.
+
+    None where all lost about the same, so that no layer is worse than the others.
+    """
+    if not _differ(report.parity):
+        return Section("worst", "Worst layers")
     outputs = [(module, f"{error:.2e}") for module, error in report.parity.layers[:MAX_WORST]]
     weights = sorted(report.parity.tensors, key=lambda t: (t.passed, t.sqnr))[:MAX_WORST]
     rows = [(t.name, f"{measured(t.decibels, t, 1)} dB", f"{t.cosine:.6f}") for t in weights]
     by_output = Table("", ("module", "relative L2 error of its output"), outputs, (1,))
     by_weight = Table("", ("weight", "signal to noise", "cosine"), rows, (1, 2))
     return Section("worst", "Worst layers", tables=_shown(by_output if outputs else by_weight))
+
+
+def _differ(parity: Parity) -> bool:
+    """Whether the worst layer stands apart from the median one, or failed."""
+    errors = [error for _, error in parity.layers] or [10 ** (-t.decibels / 20) for t in parity.tensors if t.sqnr < 999]
+    return any(not t.passed for t in parity.tensors) or (bool(errors) and not max(errors) <= APART * median(errors))
 
 
 def _programs(report: Report) -> Section:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from bridge.core.text import grouped, layer_of, pattern, size
+from bridge.reporting.labels import Mark as Mark
+from bridge.reporting.labels import Word as Word
+from bridge.reporting.labels import around, beside
 from bridge.reporting.report import Coverage, Storage
 from bridge.reporting.rows import worst
 from bridge.sources.live_models.distillation import Distillation
@@ -38,27 +41,6 @@ class Line:
     x2: float
     y2: float
     kind: str = "axis"
-
-
-@dataclass(frozen=True)
-class Word:
-    x: float
-    y: float
-    text: str
-    anchor: str = "end"
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A bar, or a dot if it is rounded. `kind`: "ok", "low" (failed), "was" (before), "more" (scales)."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    text: str
-    kind: str = "ok"
-    round: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,22 +105,23 @@ def _by_layer(
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     axis, layers = Axis.over([*finite, *gates.values()]), Layers.of(shown)
     turns, marks = Counter[int | None](), []
-    names: list[Word] = []
-    named = {id(t) for t in sorted(shown, key=lambda t: (t.passed, t.sqnr))[:MAX_NAMED]}
+    places: dict[int, tuple[float, float]] = {}
     for t, value in zip(shown, values, strict=True):
         layer = layer_of(t.name)
-        x, y = layers.x(layer, turns[layer]), axis.y(value)
+        places[id(t)] = x, y = layers.x(layer, turns[layer]), axis.y(value)
         marks.append(_dot(t, value, x, y))
         turns[layer] += 1
-        at = min(max(x, LEFT + 60), WIDTH - 60)
-        if id(t) in named and all(abs(y + 17 - other.y) > 12 or abs(at - other.x) > 120 for other in names):
-            names.append(Word(at, y + 17, role(t.name), "middle"))
+    named = sorted(shown, key=lambda t: (t.passed, t.sqnr))[:MAX_NAMED]
+    wanted: list[tuple[str, list[tuple[float, float]]]] = [
+        (text, [(WIDTH - 40, axis.y(at) - 5), (LEFT + 40, axis.y(at) - 5)]) for text, at in gates.items()
+    ]
+    wanted += [(role(t.name), around(role(t.name), *places[id(t)])) for t in named]
+    names = beside(wanted, marks, (LEFT, 0, WIDTH, HEIGHT - BOTTOM))
     failed = sum(not t.passed for t in tensors)
     about = f"{len(shown):,} of {len(tensors):,} weights, from {min(finite):.2f} to {max(finite):.2f}; {failed} failed."
     key = [("ok", "passed"), ("low", "failed")] if failed else []
     lines = [*axis.lines(), *(Line(LEFT, axis.y(value), WIDTH, axis.y(value), "gate") for value in gates.values())]
-    words = [Word(WIDTH, axis.y(value) - 5, text) for text, value in gates.items()]
-    return Plot(title, about, HEIGHT, lines, [*axis.words(), *layers.words(), *words, *names], marks, key)
+    return Plot(title, about, HEIGHT, lines, [*axis.words(), *layers.words(), *names], marks, key)
 
 
 def role(name: str) -> str:

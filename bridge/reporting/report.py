@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 RUINED = 10.0  # times the perplexity of its source, above which a pruned or trained model is not fit to serve
 COST = "cost"  # what failed, of the second verdict
+SHOWN_SECONDS = 0.05  # of a stage; below, its figure would be 0.0
+TAKEN = re.compile(r"\w+:best took [^;]*")  # of a note: the rule and its figures
 MAX_MODULES = 10  # with the largest output error, that the terminal shows
 
 
@@ -261,7 +264,7 @@ def report_lines(report: Report) -> list[Text]:
     """What `convert` prints: what was made, its size, its seconds, its parity, where it is, and what to do next."""
     ratio = f" ({report.bytes / report.source_bytes:.0%})" if report.source_bytes else ""
     bits = f", {report.bits:.2f} bits a value" if report.bits else ""
-    stages = ", ".join(f"{stage} {value:.1f}" for stage, value in report.seconds.items())
+    stages = ", ".join(f"{stage} {value:.1f}" for stage, value in report.seconds.items() if value >= SHOWN_SECONDS)
     seconds = f"{sum(report.seconds.values()):.1f}" + (f" ({stages})" if stages else "")
     counts = f"{report.tensors:,} tensors, {report.quantized:,} quantized"
     changed = f"; perplexity {report.change[0]:,.2f} -> {report.change[1]:,.2f}" if report.change else ""
@@ -274,8 +277,10 @@ def report_lines(report: Report) -> list[Text]:
         *([line("trained", report.distillation.line())] if report.distillation else []),
         line("size", f"{size(report.source_bytes)} -> {size(report.bytes)}{ratio}{bits}"),
         line("seconds", f"{seconds}; peak memory {size(report.peak_memory)}"),
+        *(line("rule", found[0]) for note in report.notes if (found := TAKEN.match(note))),
         line("parity", verdict(report) + _figures(report.parity)),
         *([line("cost", cost(report))] if cost(report) else []),
+        *([line("run in", report.parity.ran)] if report.parity.ran else []),
         line("written", report.out),
         *(line("drafts", note) for note in report.notes if is_note(note)),
         *(line("engine", note) for note in report.notes if fnmatch(note.partition(": ")[0], ENGINES[0])),
@@ -367,8 +372,8 @@ def _figures(parity: Parity) -> str:
     if not parity.outputs or parity.evaluation:
         return ""
     first = parity.outputs[0]
-    copy = " of a float32 copy" if parity.substitute else ""
-    figures = f"; outputs{copy} {first.cosine:.4f} cosine"
+    copy = f" (run in float32: {parity.substitute})" if parity.substitute else ""
+    figures = f"; output similarity {first.cosine:.4f}{copy}"
     if first.perplexity is not None and first.reference_perplexity is not None:
         figures += f", perplexity {first.reference_perplexity:.2f} -> {first.perplexity:.2f}"
     return figures

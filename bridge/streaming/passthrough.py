@@ -15,6 +15,7 @@ import numpy as np
 
 from bridge.core.dtypes import DTYPES, UNIT, to_float32
 from bridge.core.errors import SourceError
+from bridge.core.text import number
 from bridge.core.values import LazyTensor, Slice
 from bridge.planning.memory import PIECE
 from bridge.planning.passthrough import REMEDY, spans
@@ -151,9 +152,9 @@ def _codes(stored: QuantizedWeight, begin: int, end: int) -> Array:
     codes = code_rows(stored, begin, end)
     if stored.format.weight[0].dtype == "float8_e4m3fn" and ((codes & E4M3_NAN).max(initial=0) == E4M3_NAN):
         rows, cols = np.nonzero((codes & E4M3_NAN) == E4M3_NAN)
+        more = f", and {number(rows.size - 1, 'other code')} near it" if rows.size > 1 else ""
         raise SourceError(
-            f"{stored.parts['codes'].spec.name}: {rows.size} codes of rows {begin} to {end} are NaN, the first at "
-            f"({begin + rows[0]}, {cols[0]}); {REPAIR}"
+            f"{stored.parts['codes'].spec.name}: row {begin + rows[0]} holds a NaN at column {cols[0]}{more}; {REPAIR}"
         )
     return codes
 
@@ -164,8 +165,8 @@ def _scales(stored: QuantizedWeight, begin: int, end: int, signed: bool) -> Arra
     scales, of = grid if stored.scale_is_float else values(grid, kind), stored.parts["scale"]
     if stored.coding.signed and not signed and (scales < 0).any():
         raise SourceError(
-            f"{of.spec.name}: {(scales < 0).sum()} of its scales are negative, which nothing reads in this layout; "
-            f"write them into compressed-tensors (--target hf --format compressed-tensors), or {REMEDY}"
+            f"{of.spec.name}: {number(int((scales < 0).sum()), 'scale')} below zero, which no program reads in this "
+            f"layout; write compressed-tensors (--target hf --format compressed-tensors), or {REMEDY}"
         )
     _sound(np.abs(scales) if signed else scales, of, zero=kind == "float8_e4m3fn")
     return grid
@@ -180,7 +181,7 @@ def _sound(scale: Array, of: LazyTensor, remedy: str = REPAIR, *, zero: bool = F
     if not sound.all():
         bad = scale[~sound].reshape(-1)
         raise SourceError(
-            f"{of.spec.name}: holds {bad.size} scales that are not finite and above zero, {bad[0]:g} first; "
+            f"{of.spec.name}: holds {number(bad.size, 'scale')} not finite and above zero, {bad[0]:g} first; "
             + (REMEDY if (bad == 0).all() else remedy)
         )
     return scale

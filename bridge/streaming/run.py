@@ -77,7 +77,7 @@ class Summary:
         if not self.spreads:
             return ()
         worst = max(self.spreads.values())
-        return (f"{len(self.spreads)} groups share one weight scale; their amax differed {worst:.2f} times at most",)
+        return (f"in {len(self.spreads)} groups weights share one scale; their amax differ by up to {worst:.2f} times",)
 
 
 class Tasks:

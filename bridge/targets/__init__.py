@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from bridge.core.dtypes import dtype_word
 from bridge.core.entry_points import registered
 from bridge.core.errors import TableError, UsageError
 from bridge.core.mappings import TableFile, read_table, table_files
-from bridge.core.text import nearest
+from bridge.core.text import near, nearest
 from bridge.planning.contract_files import find_runtime, load_runtime, parse_runtime, runtime_names
 from bridge.planning.contracts import Runtime
 from bridge.targets.target import Target as Target
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 BUILT_IN = ("gguf", "hf", "megatron", "mlx", "ort", "torchtitan", "tripy", "trt", "trtllm")
 # Other words for a target; the names of programs are those of their contracts, in mappings/runtimes.
 ALIASES = {"huggingface": "hf", "onnx": "trt", "tensorrt": "trt"}
+LIKE_AN_ARGUMENT = 0.8  # of `near`: a word that is less like an argument of a verb is taken for an option of a target
 
 
 def __getattr__(name: str) -> Any:
@@ -82,16 +84,20 @@ def file_settings(plan: Plan, source: Source) -> FileSettings:
     return FileSettings(target.file_metadata(plan, source), target.align)
 
 
-def make_options(target: Target, arguments: dict[str, Any]) -> Any:
+def make_options(target: Target, arguments: dict[str, Any], of_verbs: Callable[[], Iterable[str]] = tuple) -> Any:
     """Build the target's options from keyword arguments; UsageError names an unknown one and the nearest known.
 
-    A dtype may be an object with the name of one: `torch.float16`.
+    A dtype may be an object with the name of one: `torch.float16`. `of_verbs`: gives arguments that may be meant, too.
     """
     known = {f.name: f for f in dataclasses.fields(target.Options)}
     if "drafts" not in known and arguments.get("drafts") == "drop":  # what such a target does
         arguments = {name: value for name, value in arguments.items() if name != "drafts"}
     for name, value in arguments.items():
         if name not in known:
+            if (meant := near(name, of_verbs(), LIKE_AN_ARGUMENT)) and not near(name, known):
+                raise UsageError(
+                    f"{name!r} is neither an argument nor an option of target {target.name}; did you mean {meant!r}?"
+                )
             raise UsageError(f"target {target.name} has no option {name!r}; {nearest(name, known)}")
         if known[name].type == "bool" and not isinstance(value, bool):
             raise UsageError(f"{name}={value!r}: option {name!r} of target {target.name} must be True or False")

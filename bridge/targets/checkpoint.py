@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def option(default: T, text: str) -> T:
-    """A field of a target's options, with the help text of its flag."""
-    return field(default=default, metadata={"help": text})
+def option(default: T, text: str, words: tuple[str, ...] = ()) -> T:
+    """A field of a target's options, with the help text of its flag, and its `words` where these are all it takes."""
+    return field(default=default, metadata={"help": text, "words": words})
 
 
 class StreamedTarget:

@@ -99,13 +99,16 @@ def output_parity(
     answers: list[np.ndarray] = []
     losses: list[tuple[float, int]] = []
     if run_last:
-        first, references = _of_prefixes(run_last, runtime.outputs[0], references, progress)
+        stage = f"run in {getattr(runtime, 'program', 'ONNX Runtime')}"
+        first, references = _of_prefixes(
+            run_last, runtime.outputs[0], references, lambda done, of: progress(done, of, stage)
+        )
         answers.append(first)
     for at, batch in enumerate([] if run_last else references.inputs):
         out = runtime.run(batch)
         first = out[runtime.outputs[0]]
         if at == 0 and first.shape[-1] <= references.columns.max(initial=0):
-            raise CannotRun("the graph's task has another output than the model whose outputs it is compared with")
+            raise CannotRun("the graph has another output than its source: their tasks differ")
         if at == 0:
             answers.append(first.reshape(-1, first.shape[-1])[references.rows][:, references.columns])
         if references.source_perplexity is not None:
@@ -142,7 +145,7 @@ def of_first_tokens(references: HeldOut, tokens: int) -> HeldOut:
     lines, places = np.divmod(references.rows, width)
     kept = places < tokens
     if not kept.any():
-        raise CannotRun(f"none of the positions that are compared is among the first {tokens} tokens of its text")
+        raise CannotRun(f"all positions to compare lie after the first {tokens} tokens of their text")
     return replace(
         references, inputs=tuple(first_tokens(batch, tokens) for batch in references.inputs),
         rows=(lines * tokens + places)[kept], source=references.source[kept],
@@ -168,7 +171,9 @@ def with_evaluation(
     return tuple(rows)
 
 
-def _of_prefixes(run: Run, output: str, references: HeldOut, progress: Progress) -> tuple[np.ndarray, HeldOut]:
+def _of_prefixes(
+    run: Run, output: str, references: HeldOut, progress: Callable[[int, int], None]
+) -> tuple[np.ndarray, HeldOut]:
     """The answers at `POSITIONS` of the references' positions, each as the last of a prefix, and these references."""
     batch = references.inputs[0]
     tokens = batch["input_ids"].shape[1]
@@ -178,7 +183,7 @@ def _of_prefixes(run: Run, output: str, references: HeldOut, progress: Progress)
         line, last = divmod(int(row), tokens)
         logits = run({name: array[line : line + 1, : last + 1] for name, array in batch.items()})
         answers.append(logits[output][0, -1, references.columns])
-        progress(at + 1, len(chosen), "run in ONNX Runtime")
+        progress(at + 1, len(chosen))
     quantized = references.quantized[chosen] if references.quantized.size else references.quantized
     kept = replace(
         references, rows=references.rows[chosen], source=references.source[chosen], quantized=quantized,

@@ -118,6 +118,7 @@ class Parity:
 
     `not_run`: what could not be run, and why. `substitute`: what was run in place of the file, "" if the file was.
     `evaluation`: what a language model costs, if it was run; else None.
+    `ran`: where a part of the figures was measured, if not all were measured in one program.
     """
 
     tensors: tuple[TensorParity, ...] = ()
@@ -127,6 +128,7 @@ class Parity:
     counts: tuple[Count, ...] = ()
     scales: tuple[ScaleRange, ...] = ()
     substitute: str = ""
+    ran: str = ""
     evaluation: Evaluation | None = None
 
     @property

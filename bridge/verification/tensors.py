@@ -150,9 +150,9 @@ class _Check:
         gate = self.gates[step.site.module]
         why = failure(gate, sums.cosine, sums.norm_ratio)
         if not sums.source:  # an all-zero weight has no direction; it must be written as zeros
-            why = "the source is zero, and it is not" if sums.decoded else ""
+            why = "the source is all zeros, and the written weight is not" if sums.decoded else ""
         if sums.not_nearest:
-            wrong = "other than calibration chose" if step.format.compensated else "not rounded to nearest"
+            wrong = "that calibration did not choose" if step.format.compensated else "not rounded to nearest"
             why = why or f"{number(sums.not_nearest, 'code')} of {sums.codes:,} {wrong}"
         if sums.not_repeated:
             again = f"of {sums.codes:,} differ from those searched again with the calibration's importance"

@@ -17,7 +17,7 @@ from bridge.core.machine import available_memory
 from bridge.core.output.names import CALIBRATION
 from bridge.core.progress import Progress
 from bridge.core.remote.path import remote
-from bridge.core.text import layer_of
+from bridge.core.text import layer_of, number
 from bridge.planning.memory import RUN_BYTES_PER_VALUE
 from bridge.planning.plan import PASSTHROUGH, Plan
 from bridge.quant.calibration import Calibration, HeldOut
@@ -46,7 +46,7 @@ POSITIONS = 64  # a wrong RoPE permutation shows only after some twenty
 # Of a pruned model, a layer: rounding in float32, in another order of sums, adds up over layers. Cuts of tiny models
 # of all families, of 2 to 5 layers, differ by 1e-6 at most, two channels exchanged by 2e-2.
 MOST_SILENCED = 1e-5
-DECODED = "KL and perplexity in the program itself: those above are of the file's weights in float, run in torch"
+DECODED = "the file's weights, decoded, in torch"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def prove(
         broken = [f"error [runtime] {error}"]
     parity = replace(
         compared, outputs=ran.outputs, layers=ran.layers, not_run=(*compared.not_run, *ran.not_run),
-        substitute=ran.substitute, evaluation=ran.evaluation,
+        substitute=ran.substitute, evaluation=ran.evaluation, ran=ran.ran,
     )  # fmt: skip
     return Proof(parity, (*findings, *broken))
 
@@ -136,9 +136,12 @@ def _run(
     findings = []
     if source.kept and not quantized:
         findings = _against_whole(cast("PrunedSource", source), references.inputs[0])
+    ran = f"{number(outputs[0].positions, 'position')} in {runtime.program}" if hasattr(runtime, "decoded") else ""
+    ran += f"; KL and perplexity: {DECODED}" if ran and evaluation else ""
     parity = Parity(
-        outputs=outputs, layers=layers, not_run=tuple(not_run), substitute=runtime.substitute, evaluation=evaluation
-    )
+        outputs=outputs, layers=layers, not_run=tuple(not_run), substitute=runtime.substitute, evaluation=evaluation,
+        ran=ran,
+    )  # fmt: skip
     return parity, findings
 
 
@@ -163,7 +166,7 @@ def _evaluated(
     try:
         run, computed, why = candidate(runtime, plan, statistics, source, reference.exact)
         found = judged(evaluated(run, reference, computed, progress), plan)
-        return found, [text for text in (why, DECODED if hasattr(runtime, "decoded") else "") if text]
+        return found, [why] if why else []
     except VerifyError:
         raise
     except BridgeError as error:
@@ -183,8 +186,8 @@ def _against_whole(source: PrunedSource, inputs: Mapping[str, np.ndarray]) -> li
     if math.isnan(error):
         return ["error [pruning] the outputs of the pruned model, or of the whole one, are NaN or infinite"]
     return [
-        f"error [pruning] outputs differ by {error:.1e} from those of the whole model whose other parts are silent, "
-        f"more than {most:.0e}: the parts that were kept do not belong together"
+        f"error [pruning] outputs differ by {error:.1e}, and at most {most:.0e} is expected, from the whole model with "
+        "the removed parts set to zero: some of the parts that were kept do not belong together"
     ]
 
 
@@ -212,9 +215,9 @@ def _first_outputs(source: Source, inputs: Mapping[str, np.ndarray]) -> np.ndarr
 
 def _reservations(outputs: tuple[OutputParity, ...], quantized: bool, substitute: str) -> list[str]:
     """What the numbers do not show."""
-    notes = [f"the file itself was not run, but its float32 copy: {substitute}"] if substitute else []
+    notes = [f"the outputs are of a float32 copy of the file: {substitute}"] if substitute else []
     if outputs and outputs[0].positions < POSITIONS:
-        notes.append(f"outputs were compared on {outputs[0].positions} positions only; {POSITIONS} are needed to tell")
+        notes.append(f"only {outputs[0].positions} positions were compared; {POSITIONS} show a wrong rotary embedding")
     if quantized and all(o.reference != "modelopt" for o in outputs):
         notes.append("no comparison with ModelOpt's fake-quantized model: it did not run (calibrate keeps its outputs)")
     return notes

@@ -127,6 +127,34 @@ def test_what_is_wider_than_a_phone_scrolls_and_says_so(browser: Any, page: Path
     assert wide and bad == []
 
 
+def test_captions_are_whole_on_a_phone(browser: Any, page: Path) -> None:
+    """A caption was as wide as its table: on a phone its end was to the right of the window."""
+    show(browser, page, "light", 390)
+    cut = browser.execute_script(
+        "const box = e => { const all = document.createRange(); all.selectNodeContents(e);"
+        "  return all.getBoundingClientRect(); };"
+        "return [...document.querySelectorAll('caption, figcaption')]"
+        ".filter(e => box(e).width && (box(e).right > document.documentElement.clientWidth || box(e).left < 0))"
+        ".map(e => e.textContent)"
+    )
+    assert cut == []
+
+
+def test_words_of_a_plot_do_not_lie_on_its_points(browser: Any, page: Path) -> None:
+    """By the boxes that the browser draws; discs and squares of the plots over layers."""
+    show(browser, page, "light", 1200)
+    covered = browser.execute_script(
+        "const over = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && "
+        "  a.top < b.bottom - 2 && b.top < a.bottom - 2;"
+        "return [...document.querySelectorAll('section[aria-labelledby=parity] svg')].flatMap(svg => {"
+        "  const points = [...svg.querySelectorAll('rect')].filter(r => r.getAttribute('width') <= 9)"
+        "    .map(r => r.getBoundingClientRect());"
+        "  return [...svg.querySelectorAll('text')].filter(t => points.some(p => over(t.getBoundingClientRect(), p)))"
+        "    .map(t => t.textContent); });"
+    )
+    assert covered == []
+
+
 def test_nothing_is_fetched_and_nothing_is_complained_about(seen: Any, page: Path) -> None:
     events = [json.loads(entry["message"])["message"] for entry in seen.get_log("performance")]
     asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]

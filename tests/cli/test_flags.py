@@ -12,6 +12,7 @@ import pytest
 import bridge
 from bridge.cli.flags import FLAGS, REQUIRED, flag_of, in_flags
 from bridge.cli.main import VERBS, app
+from bridge.core.errors import UsageError
 from bridge.workflows.batch.run import BatchOptions
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -106,3 +107,18 @@ def test_a_batch_asks_with_the_rows_of_its_flags() -> None:
 )
 def test_a_message_names_arguments_as_they_are_typed(text: str, typed: str) -> None:
     assert in_flags(text) == typed
+
+
+def test_a_misspelled_argument_finds_the_right_one() -> None:
+    """Options of targets were offered alone, and none of them is near."""
+    wrong: dict[str, Any] = {"smaples": 4}
+    for verb in (bridge.plan, bridge.convert):
+        with pytest.raises(UsageError, match=r"'smaples' is neither an argument .* did you mean 'samples'\?"):
+            verb("examples/models/tiny-llama", "hf", "fp8", **wrong)
+    with pytest.raises(UsageError, match="nearest: shard_size"):
+        bridge.plan("examples/models/tiny-llama", "hf", "fp8", **{"shard_sze": "5GB"})  # type: ignore[misc]
+    for other in (bridge.calibrate, bridge.verify, bridge.inspect):
+        with pytest.raises(
+            TypeError, match=r"\(\) has no argument 'smaples'; known: .*; nearest: samples|known: against"
+        ):
+            other("examples/models/tiny-llama", "fp8", **wrong)

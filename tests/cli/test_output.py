@@ -15,13 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
 import bridge
 from bridge.api import conversion
-from bridge.cli.main import app
+from bridge.cli.main import VERBS, app
 from bridge.core.errors import BridgeWarning
 from bridge.quant.calibration import Calibration, Provenance
 from bridge.reporting.columns import Columns, line
@@ -236,6 +237,10 @@ MX = ["mxfp4", "mxfp4_wo", "mxfp4_wo:best", "mxfp4_wo:gptq", "mxfp4_wo:imatrix",
         ),
         ("sensitivity --fallback fp8_", ["fp8_block", "fp8_block_dynamic", "fp8_pc_pt"]),
         ("convert --kv ", ["fp8", "fp8_cast", "int8", "nvfp4", "nvfp4_cast"]),
+        ("convert m --target hf --format a", ["awq"]),
+        ("show t", ["targets"]),
+        ("show fp8_", ["fp8_block", "fp8_block_dynamic", "fp8_pc_pt"]),
+        ("show gemma2", ["gemma2"]),
     ],
 )
 def test_targets_schemes_and_caches_complete(asked: str, names: list[str]) -> None:
@@ -258,6 +263,16 @@ def test_the_shell_completes_the_options_of_the_chosen_target() -> None:
     assert "plain,--opset" not in completed("convert m --target hf --")
     assert completed("convert m --target hf --shard") == ["plain,--shard-size"]
     assert completed("convert m --ops") == completed("convert m --target onnx --ops") == ["plain,--opset"]
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_default_is_said_once(name: str) -> None:
+    """`--steps` said "steps of training; default: 1000  [default: 1000; x>=1]"."""
+    command = app.get_command(click.Context(app), name)
+    assert command
+    params = [one for each in getattr(command, "commands", {"": command}).values() for one in each.params]
+    help_of = [(param.get_help_record(click.Context(command)) or ("", ""))[1] for param in params]
+    assert [text for text in help_of if text.count("default:") > 1] == []
 
 
 @pytest.mark.slow

@@ -7,9 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 
 import bridge
+from bridge.reporting.card_metadata import metadata, pipeline, with_metadata
 from bridge.reporting.model_card import BEGIN, END, section, with_section
+from bridge.targets.tasks import tasks
 from tests.cli.test_show import full
 from tests.models.sources_made import made_llama
 
@@ -74,6 +77,63 @@ def test_the_card_of_the_source_is_carried_and_converted_again_says_the_last_con
     bridge.convert(tmp_path / "source", "hf", "int8_wo", tmp_path / "quantized", verify=False)
     bridge.convert(tmp_path / "quantized", "hf", "none", tmp_path / "back", verify=False)
     first, second = ((tmp_path / name / "README.md").read_bytes().decode() for name in ("quantized", "back"))
-    assert first.startswith(CARD) and second.startswith(CARD)
+    words = CARD.partition("---\r\n")[2]
+    assert words in first and words in second
+    assert ModelCard(first).data.license == ModelCard(second).data.license == "apache-2.0"
     assert "int8_wo" in first and first.count(BEGIN) == second.count(BEGIN) == 1
     assert "Scheme `none`" in second and "int8_wo" not in second
+
+
+def test_the_hub_reads_what_a_model_was_made_of() -> None:
+    """The hub's own reader: without `base_model` and `quantized_by` a quantized model stands alone there."""
+    made = {"source": "TinyLlama/TinyLlama-1.1B-Chat-v1.0@main", "architecture": "LlamaForCausalLM"}
+    report = dataclasses.replace(full(), target="hf", quantized=7, made_from=made)
+    card = with_metadata(CARD.replace("---\r\n", "base_model: other\ntags:\n- a\n---\r\n"), metadata(report))
+    found = ModelCard(card)
+    assert found.data.to_dict() == {
+        "license": "apache-2.0", "tags": ["a"], "base_model": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+        "base_model_relation": "quantized", "library_name": "transformers", "pipeline_tag": "text-generation",
+        "quantized_by": "qbridge",
+    }  # fmt: skip
+    assert found.text.strip() == "# A model\n\nWritten by \u201csomebody\u201d."
+    assert with_metadata(card, metadata(report)) == card
+    local = dataclasses.replace(report, made_from=made | {"source": "/home/me/llama"}, quantized=0, target="trt")
+    assert metadata(local) == {"pipeline_tag": "text-generation"}
+
+
+@pytest.mark.parametrize("head", ["", "no metadata\n---\nwords\n", "---\nnever closed\n", "---\n---\n"])
+def test_a_card_without_metadata_gets_them_and_keeps_its_words(head: str) -> None:
+    card = with_metadata(head, {"quantized_by": "yes"})
+    assert ModelCard(card).data.to_dict() == {"quantized_by": "yes"}
+    assert card.endswith(head.removeprefix("---\n---\n"))
+
+
+# https://huggingface.co/tasks, as huggingface.js lists them in `pipelines.ts`
+PIPELINES = """
+" text-classification token-classification table-question-answering question-answering
+zero-shot-classification translation summarization feature-extraction text-generation fill-mask
+sentence-similarity text-to-speech text-to-audio automatic-speech-recognition audio-to-audio
+audio-classification audio-text-to-text depth-estimation image-classification object-detection
+image-segmentation text-to-image image-to-text image-to-image image-to-video video-classification
+reinforcement-learning robotics visual-question-answering document-question-answering
+zero-shot-image-classification graph-ml mask-generation zero-shot-object-detection image-feature-extraction
+image-text-to-text keypoint-detection any-to-any
+"""
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_tasks_have_the_words_of_the_hub(task: str) -> None:
+    for ending in tasks()[task].classes:
+        assert pipeline(f"A{ending}") in {*PIPELINES.split(), ""}, ending
+
+
+def test_a_card_has_the_name_the_command_and_the_figures_with_their_tokens(tmp_path: Path) -> None:
+    report = bridge.convert(TINY, "hf", "fp8", tmp_path / "any-name")
+    card = (tmp_path / "any-name" / "README.md").read_text()
+    assert "\n# tiny-llama-fp8-hf\n" in card and "vllm serve tiny-llama-fp8-hf" in card, card
+    first = report.parity.outputs
+    assert (f"Measured on {first[0].positions:,} tokens" in card) if first else "Measured" not in card
+    bridge.verify(tmp_path / "any-name", TINY)
+    said = section(dataclasses.replace(full()))
+    assert f"Measured on {full().parity.outputs[0].positions:,} tokens" in said
+    assert card.count("# tiny-llama-fp8-hf") == 1

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from html.parser import HTMLParser
 
+from bridge.reporting.labels import box_of
 from bridge.reporting.page import render
 from bridge.reporting.plots import MAX_MARKS, experts_plot, parity_plots, scales_plot, short, storage_plot
 from bridge.reporting.report import Advice, Coverage
@@ -167,3 +168,39 @@ def test_a_hostile_path_is_escaped_everywhere() -> None:
     name = "x</title><script>alert(1)</script>"
     page = render(dataclasses.replace(full(), out=f"out/{name}", made_from={"source": name}, notes=(name,)))
     assert "<script" not in page
+
+
+def test_names_of_a_plot_lie_beside_its_points() -> None:
+    """Five names stood 17 pixels under their points, also on other points and on each other."""
+    kinds = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.o_proj")
+    for spread in (0.0, 0.05, 0.5, 5.0):
+        tensors = tuple(
+            dataclasses.replace(tensor(f"layers.{n}.{kind}.weight", 30 + spread * (n * 7 % 5) + spread * at), gate=0.99)
+            for n in range(6)
+            for at, kind in enumerate(kinds)
+        )
+        for plot in parity_plots(Parity(tensors)):
+            names = [word for word in plot.words if "_proj" in word.text or "gate" in word.text]
+            boxes = [box_of(word.text, word.x, word.y) for word in names]
+            points = [(mark.x, mark.y, mark.x + mark.width, mark.y + mark.height) for mark in plot.marks]
+            assert names or not spread, plot.title
+            for at, one in enumerate(boxes):
+                for other in (*points, *boxes[:at]):
+                    apart = one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+                    assert apart, (names[at], other)
+
+
+def test_the_header_names_the_source() -> None:
+    for source, name in (("/home/me/tiny-llama", "tiny-llama"), ("org/name@main", "org/name")):
+        page = Page()
+        page.feed(render(report(made_from={"source": source})))
+        assert f"Made from {name}. Target trt" in page.text and "Made from /home" not in page.text
+
+
+def test_worst_layers_are_named_only_where_they_differ() -> None:
+    """In FP8 all layers lose the same, and five of them were called the worst."""
+    even = tuple(tensor(f"layers.{n}.up.weight", 31 + n / 10) for n in range(5))
+    for parity in (Parity(even), Parity(even, layers=tuple((f"layers.{n}.up", 0.05) for n in range(5)))):
+        assert "Worst layers" not in render(report(parity=parity))
+    for worse in (tensor("layers.5.up.weight", 28), tensor("layers.5.up.weight", 31, passed=False)):
+        assert "Worst layers" in render(report(parity=Parity((*even, worse))))

@@ -140,7 +140,7 @@ def test_codes_of_other_weights_are_refused(row: int, tmp_path: Path) -> None:
     spec = stored.specs["model.layers.2.mlp.up_proj.weight"]
     data[stored.offset(spec.name) + row % spec.shape[0] * spec.nbytes // spec.shape[0]] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CalibrationError, match="chosen for other weights"):
+    with pytest.raises(CalibrationError, match="made for other weights"):
         bridge.convert(
             tmp_path / "tuned", "hf", "int4_gptq", tmp_path / "out", calib=calibration("int4_gptq"), progress=False
         )
@@ -165,7 +165,7 @@ def test_a_code_that_calibration_did_not_choose_fails_the_proof(tmp_path: Path) 
     file.write_bytes(data)
     report = bridge.verify(tmp_path, against=LLAMA, progress=False)
     assert not report.passed and report.parity
-    assert [t.why for t in report.parity.tensors if t.why] == ["1 code of 49,152 other than calibration chose"]
+    assert [t.why for t in report.parity.tensors if t.why] == ["1 code of 49,152 that calibration did not choose"]
 
 
 @pytest.mark.slow

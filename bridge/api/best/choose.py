@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from bridge.api.request import Request, unwarned_data_of, warn_of
 from bridge.calibration.data import Data
 from bridge.calibration.job import CalibrationJob
 from bridge.calibration.requirements import check_device_here, source_for
-from bridge.core.errors import CalibrationError, UsageError, warn
+from bridge.core.errors import BridgeError, CalibrationError, UsageError, warn
 from bridge.core.output.replace import check_free, recover
 from bridge.core.text import number
 from bridge.core.values import Structure
@@ -40,8 +41,13 @@ class Chosen:
     calibration: Calibration | None = None
 
 
-def choose_rule(source: Source, request: Request) -> tuple[Request, str]:
-    """The request with a rule in place of `int4:best`, and why it was taken; unchanged, and "" for any other scheme."""
+def choose_rule(
+    source: Source, request: Request, importing: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> tuple[Request, str]:
+    """The request with a rule in place of `int4:best`, and why it was taken; unchanged, and "" for any other scheme.
+
+    `importing`: a stage of the clock, in which torch is imported if rules are measured.
+    """
     if layout_of(request.quant) is None:
         check_unused_arguments(request)
         return request, ""
@@ -56,6 +62,11 @@ def choose_rule(source: Source, request: Request) -> tuple[Request, str]:
     if measures(request):  # it takes long
         recover(out)
         check_free(out, request.overwrite)
+        if source.can_run and any(one.scheme.needs_calibration for one in found.rules):
+            from bridge.calibration.modelopt import import_frameworks
+
+            with importing(), suppress(BridgeError):  # who needs what is absent says so
+                import_frameworks(with_modelopt=False)
     chosen = _chosen(found, source, structure, request)
     rule = chosen.rule.name
     if chosen.calibration is None:
@@ -222,7 +233,7 @@ def _why_unmeasured(data: Data) -> str:
     if data.forward_loop is not None:
         return "a forward_loop runs the whole model; give batches, or name a rule"
     if data.cut is not None:
-        return 'samples="auto" is of one scheme; give a number'
+        return 'samples="auto" works with one scheme; give a number'
     if not data.batches or not data.held_out:
-        return data.missing or "nothing was held out to measure on; give more data"
+        return data.missing or "no text is left to measure on; give more data"
     return ""

@@ -54,7 +54,7 @@ def choose_recipe(source: Source, request: Request) -> tuple[Request, str]:
     text = _kept(path, key) if request.resume else None
     warn_of(data)
     if text is None:
-        text = measured(job, data, request.device, request.progress, request.memory).recipe
+        text = measured(job, data, request.device, request.progress, request.memory, compute=request.compute).recipe
         _write(path, f"# qbridge {request.quant}: choice {key}, text {_sha(text)}\n{text}")
     scheme = replace(load_scheme(path), name=automatic.label)
     return replace(request, quant=scheme, kv=None, out=out), path.read_text(encoding="utf-8")

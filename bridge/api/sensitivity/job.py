@@ -12,7 +12,7 @@ from bridge.api.sensitivity.candidates import Candidates, Destination, Menu, one
 from bridge.api.sensitivity.recipe import check_recipe, recipe, recipe_base
 from bridge.api.sensitivity.result import METHODS
 from bridge.api.sensitivity.units import Unit
-from bridge.calibration.calibrate import free_memory
+from bridge.calibration.calibrate import free_memory, specs_in_memory
 from bridge.calibration.data import FP32, Data
 from bridge.calibration.requirements import has_bf16_instructions, is_cuda, source_for
 from bridge.calibration.walk.budget import USED, measuring_need, tokens_of
@@ -197,7 +197,7 @@ def room_for(job: Job, data: Data, memory: int | None, device: str | None) -> Ro
         raise CalibrationError(
             "method='block': a forward_loop runs the whole model, which is not in memory; give batches as data="
         )
-    need = measuring_need(job.source.specs, job.source.config, job.schemes, tokens_of(data))
+    need = measuring_need(specs_in_memory(job.source), job.source.config, job.schemes, tokens_of(data))
     resident = isinstance(job.source, MemorySource)
     budget = int(free_memory(device) * USED) if memory is None else memory
     given = f"{size(budget)}, what is free here" if memory is None else f"memory={size(budget)} (--memory)"
@@ -225,6 +225,8 @@ def in_float32(job: Job, data: Data, memory: int | None, device: str | None) -> 
 
     Runs are 4 to 5 times as fast then.
     """
+    if job.source.runs_in:
+        return job
     slow = not is_cuda(device) and main_dtype(job.source.specs.values()) == "bfloat16" and not has_bf16_instructions()
     if not slow or job.method != "kl" or isinstance(job.source, MemorySource):
         return job
@@ -325,8 +327,8 @@ def _check_size(job: Job) -> None:
         )
     if job.budget and not job.fallback and least >= most:
         raise SchemeError(
-            f"target {job.candidates.menus[0].target} writes no matrix smaller in {job.title} than unquantized, so "
-            "that a budget has no choice; choose another target, or quantize without a budget"
+            f"in {job.title}, target {job.candidates.menus[0].target} writes no matrix smaller than unquantized: a "
+            "budget has nothing to choose from; choose another target, or quantize without a budget"
         )
     if job.budget is None or job.budget.kind == "kl":
         return

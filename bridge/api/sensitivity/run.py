@@ -19,8 +19,9 @@ from bridge.api.sensitivity.result import METHODS, NATS, Choice, InFormat, Layer
 from bridge.api.sensitivity.units import Unit, written_bytes
 from bridge.api.sensitivity.work import rows_for_ranking, tell_time
 from bridge.api.words import TargetOptions
-from bridge.calibration.data import AUTO, Data, Sampling
+from bridge.calibration.data import AUTO, Data, Sampling, check_compute
 from bridge.calibration.modelopt import PACKAGES
+from bridge.calibration.requirements import source_for
 from bridge.core.errors import (
     BridgeError,
     CalibrationError,
@@ -62,6 +63,7 @@ def sensitivity(
     memory: int | str | None = None,
     ranking: str | Path | None = None,
     progress: Progress | bool | None = None,
+    compute: str | None = None,
     **options: Unpack[TargetOptions],
 ) -> Sensitivity:
     """Rank layers by the cost of quantizing each one alone; with a budget, choose a format for each and measure that.
@@ -85,6 +87,8 @@ def sensitivity(
             squared error of the output of the unit's block; only where the whole model fits is the choice measured.
         memory: bytes that the run may take, or "24GB"; None takes most of what is free.
         ranking: a JSON file for what was measured, written before a recipe is chosen.
+        compute: "fp32" runs the model in float32. None keeps its dtype, but for method "kl" on a CPU without
+            instructions for bfloat16, which takes float32 if the memory allows it.
 
     Raises:
         UsageError: an argument is not valid, or the run does not fit into `memory`; no weight has been read.
@@ -104,6 +108,7 @@ def sensitivity(
     """
     if samples == AUTO:
         raise UsageError('samples="auto" is for calibrate and convert; sensitivity measures on held-out rows: a number')
+    check_compute(compute)
     limit = None if memory is None else byte_count(memory, "memory=")
     place = Destination(target or "", dict(options), runtime)
     question = Question(quant, kv, method, budget, fallback)
@@ -116,18 +121,20 @@ def sensitivity(
             raise UsageError(f"{kept}: exists already; choose another name for the ranking")
     job = make_job(open_source(model, config, tokenizer), question, place)
     prepared = request.data_of(job.source, data, Sampling(samples, sequence, field))
-    return measured(job, prepared, device, callback_of(progress), limit, kept)
+    return measured(job, prepared, device, callback_of(progress), limit, kept, compute)
 
 
 def measured(
-    job: Job, data: Data, device: str | None, progress: Progress, memory: int | None = None, kept: Path | None = None
-) -> Sensitivity:
+    job: Job, data: Data, device: str | None, progress: Progress, memory: int | None = None, kept: Path | None = None,
+    compute: str | None = None,
+) -> Sensitivity:  # fmt: skip
     """Run a job. `kept`: a file for the ranking, before anything is chosen."""
     if not data.held_out:
         raise CalibrationError(f"nothing was held out to measure on: {data.missing or 'give more data'}")
     _check_mixture(job)
+    original, job = job, replace(job, source=source_for(job.source, compute))
     room, unmeasured = room_for(job, data, memory, device), ""
-    original, job = job, in_float32(job, data, memory, device)
+    job = in_float32(job, data, memory, device)
     divergence: Divergence | None = None
     if job.method == "block":
         found = block_costs(job, data, device, progress, room.ahead)
@@ -144,7 +151,7 @@ def measured(
         found, divergence = costs(bench), bench.divergence
     job, notes = original, _notes(original, unmeasured if original.budget else "")
     if found.ranked:
-        notes = (*notes, f"single layers were measured on {found.ranked:,} of {found.tokens:,} tokens, to end sooner")
+        notes = (*notes, f"to save time, single layers were measured on {found.ranked:,} of {found.tokens:,} tokens")
     result = _result(job, data, found, notes)
     if kept:
         try:

@@ -55,7 +55,8 @@ def left(journal: IO[str], work: Path, identity: str | None) -> dict[str, Mappin
     lines = text.split("\n")[:-1]
     others = [path.name for path in work.iterdir() if path.name != JOURNAL]
     if not lines and others:
-        raise WriteError(f"{work} holds {', '.join(sorted(others)[:3])} and no journal: not ours; move it away first")
+        held = ", ".join(sorted(others)[:3])
+        raise WriteError(f"{work} holds {held}, and no journal of bridge: another program wrote it; move it away first")
     if not lines or identity is None:
         return None
     records = [read_record(line, work) for line in lines]
@@ -147,7 +148,7 @@ def check_joined(directory: Path, identity: str) -> None:
             "does not lie on a file system that all nodes share under one path"
         ) from error
     if read_record(line, directory).get("identity") != identity:
-        raise WriteError(f"{directory} is another run's now; this one was given up")
+        raise WriteError(f"another run has taken over {directory}; this run stops")
 
 
 def _boot() -> str:

@@ -99,7 +99,7 @@ class Runtime:
     """See `bridge.targets.target.Runnable`; its output is log probabilities."""
 
     def __init__(self, path: Path) -> None:
-        self.outputs, self.substitute = [LOG_PROBABILITIES], ""
+        self.outputs, self.substitute, self.program = [LOG_PROBABILITIES], "", "llama.cpp"
         self._path, self._vocab = path, GgufFile(path).specs["token_embd.weight"].shape[0]
         self._engine = LlamaCpp(path)
 

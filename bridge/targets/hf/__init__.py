@@ -60,7 +60,9 @@ class HfOptions:
     """Options of target `hf`."""
 
     format: str | None = option(
-        None, f"one of {', '.join(SPELLINGS)}; default: the first that holds the scheme and that a program loads"
+        None,
+        f"one of {', '.join(SPELLINGS)}; default: the first that holds the scheme and that a program loads",
+        tuple(SPELLINGS),
     )
     shard_size: str = option("10GB", "maximum size of a weight file: 300MB, 10GB")
     allow_split: bool = option(

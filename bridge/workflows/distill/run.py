@@ -51,8 +51,10 @@ def trained(
     own = torch.device(device or home_of(job.student) or "cpu")
     calibration = _calibration(job, work, calibrate, workers)
     begin = time.perf_counter()
+    progress(0, 0, "load the teacher, and measure it on held-out text")
     teacher, perplexity = _teacher(job, rows, own, progress, workers)
     asked = time.perf_counter() - begin
+    progress(0, 0, "load the student")
     model = own_model(job.student)
     student = _student(job, model, calibration, own)
     split = SplitModel(model, rows.batch([0], own), job.student.where)
@@ -71,7 +73,7 @@ def trained(
             save_state(work.directory, trainer.step, trainer.tensors(), trainer.history)
             work.mark(f"step {trainer.step}", {})
 
-    trainer.run(save, lambda step: progress(step, job.settings.steps, "train"))
+    trainer.run(save, progress)
     source = TrainedSource(job.student, student.written())
     source.distillation = _told(job, trainer)
     return source, calibration

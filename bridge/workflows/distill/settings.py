@@ -11,6 +11,11 @@ from bridge.core.errors import UsageError
 
 NORM = "norm"
 WARM_UP = 50  # steps, or a tenth of them if that is fewer
+EARLY = (
+    5,
+    20,
+    50,
+)  # steps after which the state is saved too, so that a run that is killed before step 100 loses little
 LAST_RATE = 0.1  # of the learning rate, at the last step
 
 
@@ -49,6 +54,10 @@ class Settings:
     def warm_up(self) -> int:
         """Steps in which the learning rate rises."""
         return min(WARM_UP, self.steps // 10)
+
+    def saves(self, step: int) -> bool:
+        """Whether the state after so many steps is saved."""
+        return step in EARLY or step % self.save_every == 0 or step == self.steps
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: it rises linearly, then falls along a cosine to a tenth."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.calibration.reference_outputs import mean_perplexity
 from bridge.calibration.walk.workers.processes import Workers, share_of
 from bridge.core.errors import TrainingError, warn
+from bridge.core.progress import Progress, no_progress
 from bridge.workflows.distill.batches import Rows, drawn
 from bridge.workflows.distill.head import SplitModel, Trunk, chunks
 from bridge.workflows.distill.losses import divergence, hidden_error, next_token_loss
@@ -23,6 +24,7 @@ from bridge.workflows.distill.teacher import LiveReply, Reply, Teacher
 if TYPE_CHECKING:
     from torch import Tensor
 
+HELD_OUT = "held-out text"  # the text of progress, before the first step and at each evaluation
 LARGEST_GRADIENT = 1.0
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps of a weight
 SHARED = 4 << 20  # values of gradients that processes exchange at once: each holds them some four times
@@ -61,21 +63,21 @@ class Trainer:
         self._projected: list[Any] = [*self.projection.parameters()] if self.projection else []
         self._optimizer = torch.optim.AdamW([*self._weights, *self._projected], lr=self.settings.lr, weight_decay=0.0)
 
-    def run(self, save: Callable[[Trainer], None], progress: Callable[[int], None]) -> None:
+    def run(self, save: Callable[[Trainer], None], progress: Progress) -> None:
         """Train to the last step; TrainingError for a loss that is not finite, or held-out answers that grew worse."""
         settings = self.settings
         if not self.history.held_out:
-            self.evaluate()
+            self.evaluate(progress)
         while self.step < settings.steps:
             with self._timed():
                 loss = self._one()
             self.history.losses.append((self.step, loss))
             self.step += 1
-            progress(self.step)
+            progress(self.step, settings.steps, "train")
             if self.step % settings.eval_every == 0 or self.step == settings.steps:
-                self.evaluate()
+                self.evaluate(progress)
                 self._check_better()
-            if self.step % settings.save_every == 0 or self.step == settings.steps:
+            if settings.saves(self.step):
                 save(self)
 
     def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -103,15 +105,17 @@ class Trainer:
                 moved = {key: tensors[f"{key}/{name}"].to("cpu" if key == "step" else weight.device) for key in keys}
                 self._optimizer.state[weight] = moved
 
-    def evaluate(self) -> None:
+    def evaluate(self, progress: Progress = no_progress) -> None:
         """Run the held-out rows: KL to the teacher, and perplexity."""
         import torch
 
         self.student.settle()
         sums = torch.zeros(4, dtype=torch.float64)
         with torch.no_grad(), self._timed():
-            for row in self.rows.held_out:
+            for done, row in enumerate(self.rows.held_out):
+                progress(done, len(self.rows.held_out), HELD_OUT)
                 sums += self._answered(row)
+        progress(len(self.rows.held_out), len(self.rows.held_out), HELD_OUT)
         kl, tokens, loss, predicted = sums.tolist()
         if self.rows.held_out:
             found = mean_perplexity([(loss, int(predicted))]) or 0.0

@@ -278,7 +278,7 @@ def _measures_text(kind: str, measures: Sequence[Measure]) -> str:
     changed, samples = sum(m.changed for m in measures), sum(m.samples for m in measures)
     broken = sum(m.broken for m in measures)
     if not changed and kind != "outputs":
-        return f"bytes differ, but no one of {samples:,} samples does"
+        return f"bytes changed, and none of the {samples:,} sampled values did"
     count = f"{changed:,} of {samples:,} samples ({changed / samples:.0%})"
     broke = "to or from NaN or infinity"
     if broken == changed:

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from bridge.api.verbs import verify
+from bridge.core.addresses import check_length, is_remote
 from bridge.core.errors import GoldenError, UsageError
+from bridge.core.output.names import MANIFEST
 from bridge.core.output.replace import recover
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
@@ -62,6 +64,7 @@ def record(
     >>> len(golden.snapshot.tensors)
     83
     """
+    directory, out = _in_order(directory, out)
     callback, directory, output = callback_of(progress), Path(directory), written_at(out)
     reader = SnapshotReader(output, callback)
     if against is not None and not (report := verify(out, against, progress=callback)).passed:
@@ -126,6 +129,7 @@ def check(
     """
     if (out is None) == (model is None):
         raise UsageError("check takes either a written model or the model to convert again: OUT, or model=")
+    directory, out = _in_order(directory, out)
     recover(Path(directory), MARK)
     callback, golden = callback_of(progress), load(Path(directory))
     conversion = converted(golden, model, calib, work, callback, config=config, tokenizer=tokenizer)
@@ -143,6 +147,15 @@ def check(
     notes += [f"outputs were not compared: {ran.not_run}"] if ran.not_run else []
     after = str(reader.directory) if out is not None else "a new conversion"
     return Differences(str(directory), after, len(golden.snapshot.tensors), tuple(moves), tuple(notes))
+
+
+def _in_order(golden: Any, out: Any) -> tuple[Any, Any]:
+    """The golden and the written model, which may be given in either order: a manifest tells which is which."""
+    if out is None or is_remote(out) or (not is_remote(golden) and is_golden(Path(golden))):
+        return golden, out
+    check_length(Path(out))
+    written = is_remote(golden) or (Path(golden) / MANIFEST).is_file()
+    return (out, golden) if written and not (Path(out) / MANIFEST).is_file() else (golden, out)
 
 
 @shows_progress

@@ -41,13 +41,23 @@ class Passes:
         if self.steps is not None and (type(self.steps) is not int or self.steps < 1):
             raise UsageError(f"steps={self.steps!r} (--steps): expected a positive whole number")
 
+    def of(self, data: Data) -> Sequence[Any]:
+        """The batches that run."""
+        return (*data.batches, *data.held_out)[: self.steps]
+
+    def few(self, count: int) -> tuple[str, ...]:
+        """A note, if the data make fewer steps than were asked for."""
+        if not self.steps or self.steps <= count:
+            return ()
+        return (f"steps={self.steps} (--steps): the data make {number(count, 'step')}; give more rows (--samples)",)
+
 
 def run_batches(
     source: Source, setup: Setup, outputs: Outputs, data: Data, passes: Passes, progress: Progress
 ) -> Inspection:
     """Run the batches of data, each a step of a session."""
     gradients, device = passes.gradients, passes.device
-    batches = (*data.batches, *data.held_out)[: passes.steps]
+    batches = passes.of(data)
     progress(0, len(batches), "load")
     model = copy_modules(source.load_model())  # the caller's stays where it is, and as it is
     model = (model.to(device) if device else model).eval().requires_grad_(gradients)
@@ -66,12 +76,7 @@ def run_batches(
     if passes.cost:
         measured = costs(model, batches, run)
         found = replace(found, costs=measured, notes=(*found.notes, *([] if gradients else [NO_BACKWARD])))
-    if passes.steps and passes.steps > len(batches):
-        few = (
-            f"steps={passes.steps} (--steps): the data make {number(len(batches), 'step')}; give more rows (--samples)"
-        )
-        found = replace(found, notes=(*found.notes, few))
-    return found
+    return replace(found, notes=(*found.notes, *passes.few(len(batches))))
 
 
 def _backward(model: Any, batch: Mapping[str, Any], where: str) -> None:

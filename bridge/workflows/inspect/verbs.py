@@ -81,7 +81,7 @@ def inspect(
             static scales are those of the run: its inputs are quantized.
         config: a config.yaml of TransformerEngine's debug features, or its content; None looks at activation and weight
             of every matrix under `quant`, else under fp8, int8, nvfp4 and mxfp8.
-        against: what `convert` wrote of the model for target "hf"; of what follows only nan, data and out with it.
+        against: what `convert` wrote of the model for target "hf"; only nan, data, steps and out go with it.
         quant: the scheme that the run simulates, also that of statistics that name none: weights and inputs of each
             matrix that conversions quantize are quantized and dequantized. DisableQuantizationLayer takes layers out.
         calib: a calibration, whose amax of inputs are the static scales; SmoothQuant and AWQ take their pre-scales and
@@ -117,21 +117,20 @@ def inspect(
     place = None if out is None else Path(out)
     if place is not None:
         check_out(place, overwrite)
-    sampling = Sampling(samples, sequence, field)
+    sampling, passes = Sampling(samples, sequence, field), Passes(steps, gradients, device, nan, cost)
     if against is not None:
         own = {
-            "config": config, "quant": quant, "calib": calib, "steps": steps, "gradients": gradients or None,
+            "config": config, "quant": quant, "calib": calib, "gradients": gradients or None,
             "device": device, "feature_dirs": feature_dirs, "cost": cost or None, "sink": sink,
         }  # fmt: skip
         if given := [name for name, value in own.items() if value is not None]:
             raise UsageError(f"{given[0]}= does not go with against= (--against), which compares with what was written")
-        found = _compare_written(model, written_at(against), data, sampling, tokenizer, nan, callback)
+        found = _compare_written(model, written_at(against), data, sampling, tokenizer, passes, callback)
         if place is not None:
             save(found, place, overwrite)
             if not is_remote(against):
                 link_inspection(Path(against), place)
         return found
-    passes = Passes(steps, gradients, device, nan, cost)
     source = open_source(model, tokenizer=tokenizer)
     structure = structure_of(source)
     wrote, saved = scheme_of_output(model) if quant is None else (None, None)
@@ -190,7 +189,7 @@ def _predicts(source: Source) -> bool:
 
 
 def _compare_written(
-    model: Any, directory: Path, data: Any, sampling: Sampling, tokenizer: Any, nan: bool, progress: Progress
+    model: Any, directory: Path, data: Any, sampling: Sampling, tokenizer: Any, passes: Passes, progress: Progress
 ) -> Inspection:
     """Compare an output with its source."""
     from bridge.workflows.inspect.side_by_side import side_by_side
@@ -202,9 +201,9 @@ def _compare_written(
     progress(0, 2, "load")
     live, twin = source.load_model(), load_written(directory, source)
     progress(1, 2, "run both")
-    batches = (*made.batches, *made.held_out)
+    batches = passes.of(made)
     rows = side_by_side(live, twin.model, batches, roles_of(live, source))
-    bad = first_bad(twin.model, batches, runner(twin.model)) if nan else None
+    bad = first_bad(twin.model, batches, runner(twin.model)) if passes.nan else None
     progress(2, 2, "run both")
     about = {
         "model": source.name, "against": str(directory), "scheme": plan.scheme, "plan": plan.digest,
@@ -214,7 +213,8 @@ def _compare_written(
         raise InspectError(f"{source.where}: no module gives a row for each token of the data, so none is compared")
     notes = (
         *twin.notes,
-        *(nothing_found(bad, len(batches)) if nan else ()),
+        *passes.few(len(batches)),
+        *(nothing_found(bad, len(batches)) if passes.nan else ()),
         *without_roles([row.role for row in rows if row.alone]),
     )
     return Inspection(about, (), tuple(rows), notes, first_bad=bad)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -320,3 +322,41 @@ def test_errors_of_outputs_are_those_of_their_definition() -> None:
     watch.run(lambda own: own(input_ids=ids), model)
     assert {module for _, module in watch.found} == {site.module for site in sites}
     assert all(abs(error - 0.01) < 1e-4 for error in watch.found.values())  # (1.1 W x - W x)^2 / (W x)^2
+
+
+@pytest.mark.slow
+def test_imports_are_no_part_of_the_choice_and_the_rule_is_in_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage "choose" took 23.2 s, nearly all of it the import of torch; and only --verbose told the rule."""
+    from bridge.api import conversion
+    from bridge.calibration import modelopt
+
+    stages, imported = list[str](), list[str]()
+    real = conversion.Clock.stage
+
+    @contextmanager
+    def stage(self: Any, name: str) -> Any:
+        stages.append(name)
+        with real(self, name):
+            yield
+        stages.pop()
+
+    monkeypatch.setattr(conversion.Clock, "stage", stage)
+    monkeypatch.setattr(modelopt, "import_frameworks", lambda with_modelopt: imported.append(stages[-1]))
+    few: dict[str, Any] = {"samples": 4, "sequence": 64, "candidates": "rtn,imatrix"}
+    report = bridge.convert(LLAMA, "hf", "int4:best", tmp_path / "out", **few)
+    assert imported and {*imported} == {"imports"}
+    (rule,) = [line for line in report.lines() if line.startswith("rule")]
+    assert re.match(
+        r"rule     int4:best took int4:\w+ on \d+ held-out tokens: KL [\d.]+ nats a token \(int4:\w+ ", rule
+    )
+    assert ";" not in rule
+
+
+@pytest.mark.slow
+def test_the_words_of_a_tokenizer_are_no_part_of_the_plan(tmp_path: Path) -> None:
+    report = bridge.convert(LLAMA, "hf", "fp8", tmp_path / "out", samples=4, sequence=64, verify=False)
+    assert "data" in report.seconds and "imports" in report.seconds
+    shown = next(line for line in report.lines() if line.startswith("seconds"))
+    assert " 0.0" not in shown.partition(";")[0], shown

@@ -174,5 +174,5 @@ def test_a_target_that_stores_values_instead_of_codes_is_refused_before_work(
     budget: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(automatic, "measured", refuse)
-    with pytest.raises(SchemeError, match=r"target tripy writes no matrix smaller in .* than unquantized"):
+    with pytest.raises(SchemeError, match=r"target tripy writes no matrix smaller than unquantized"):
         convert(tmp_path / "out", f"auto:{budget}", target="tripy")

@@ -108,7 +108,7 @@ def test_a_bounded_ranking_says_on_how_many_tokens_and_measures_the_choice_on_al
 ) -> None:
     monkeypatch.setattr(work, "MOST", 1.0)
     found = bridge.sensitivity(MODEL, ["int8_wo", "int4:rtn"], budget="6bits", samples=16, sequence=96, progress=False)
-    assert f"single layers were measured on {work.LEAST} of 192 tokens, to end sooner" in found.notes
+    assert f"to save time, single layers were measured on {work.LEAST} of 192 tokens" in found.notes
     assert found.tokens == 192 and found.choice and "on 192 held-out tokens" in found.recipe
 
 

@@ -30,7 +30,7 @@ from bridge.calibration.data import Sampling  # noqa: E402
 from bridge.calibration.job import CalibrationJob  # noqa: E402
 from bridge.calibration.modelopt import fake_quantize  # noqa: E402
 from bridge.cli.main import app  # noqa: E402
-from bridge.core.errors import BridgeError, CalibrationError, SchemeError  # noqa: E402
+from bridge.core.errors import BridgeError, CalibrationError, SchemeError, UsageError  # noqa: E402
 from bridge.core.progress import no_progress  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
@@ -389,3 +389,21 @@ def test_the_command_writes_a_recipe_once(tmp_path: Path) -> None:
     assert bridge.plan(MODEL, target="hf", quant=out)
     done = runner.invoke(app, [*words, "--budget", "8bits"])
     assert (done.exit_code, "exists already" in done.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_compute_runs_the_model_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    real = Bench.divergence
+
+    def divergence(self: Any, *given: Any) -> Any:
+        ran.append(self.job.source.runs_in)
+        return real(self, *given)
+
+    monkeypatch.setattr(Bench, "divergence", divergence)
+    for compute, dtype in (("fp32", "float32"), (None, "")):
+        bridge.sensitivity(MODEL, "int8_wo", compute=compute, budget="kl=1", **SMALL)
+        assert set(ran) == {dtype}, ran
+        ran.clear()
+    with pytest.raises(UsageError, match="compute='bf16'"):
+        bridge.sensitivity(MODEL, "int8_wo", compute="bf16")

@@ -184,3 +184,25 @@ def test_a_text_becomes_the_words_of_deepseeks_three_expressions(ends: str, tmp_
     bridge.convert(str(source), target="gguf", out=tmp_path / "out", verify=False)
     assert GgufFile(tmp_path / "out" / "model.gguf").metadata["tokenizer.ggml.pre"] == "deepseek-v3"
     _reads(tmp_path / "out" / "model.gguf", {text: tokenizer.encode(text).ids for text in TEXTS}, 300)
+
+
+@pytest.mark.slow
+def test_sixty_four_positions_run_in_llama_cpp_and_the_report_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp lists the whole vocabulary as JSON for a position: seconds each, where it has 262,144 tokens."""
+    asked, stages, real = [0], set[str](), LlamaCpp.log_probabilities
+
+    def counted(self: LlamaCpp, tokens: list[int] | str, vocab: int) -> np.ndarray:
+        asked[0] += 1
+        return real(self, tokens, vocab)
+
+    monkeypatch.setattr(LlamaCpp, "log_probabilities", counted)
+    bridge.convert(MODELS / "tiny-llama", "gguf", "q8_0", tmp_path / "out", verify=False)
+    report = bridge.verify(
+        tmp_path / "out", MODELS / "tiny-llama", progress=lambda done, total, stage: stages.add(stage)
+    )
+    assert asked == [64] and report.parity.outputs[0].positions == 64
+    said = "64 positions in llama.cpp; perplexity: the file's weights, decoded, in torch"
+    assert f"run in   {said}" in report.lines(), report.lines()
+    assert "run in llama.cpp" in stages and "run in ONNX Runtime" not in stages

@@ -91,4 +91,4 @@ def test_the_plan_and_the_report_name_the_groups(tmp_path: Path) -> None:
     assert told == "amax(model.layers.0.self_attn.k_proj.weight, tensor), the largest of 3 / 448"
     report = bridge.convert(oracle.source("llama", "bf16"), "hf", "fp8", tmp_path / "out", calib=calibration(plan))
     assert report.passed
-    assert [note for note in report.notes if note.startswith("4 groups share one weight scale; their amax differed")]
+    assert [note for note in report.notes if note.startswith("in 4 groups weights share one scale")]

@@ -135,7 +135,7 @@ def test_packed_weights_load_whole_or_are_refused(tmp_path: Path, name: str) -> 
     if name in JOINING:
         with pytest.raises((RuntimeError, AttributeError)):
             loaded(name, source, "int8_wo", tmp_path / "out")
-        assert "is one module with others in its model" in why_not(source, "int8_wo")
+        assert "shares a module with" in why_not(source, "int8_wo")
         return
     assert not why_not(source, "int8_wo")
     theirs, ours = loaded(name, source, "int8_wo", tmp_path / "out")
@@ -189,9 +189,9 @@ def test_experts_may_have_another_format_than_other_modules(
 @pytest.mark.parametrize(
     ("base", "where", "quant", "why"),
     [
-        ("int8_wo", EXPERTS, "none", "beside packed codes it is not read"),
-        ("mxfp4_wo", EXPERTS, "none", "beside packed codes it is not read"),
-        ("int8_wo", FIRST, "int4_wo", "differs in format from other experts"),
+        ("int8_wo", EXPERTS, "none", "shares a module with quantized matrices there"),
+        ("mxfp4_wo", EXPERTS, "none", "shares a module with quantized matrices there"),
+        ("int8_wo", FIRST, "int4_wo", "has another format than other experts"),
         ("int8_wo", ROUTER, "int8_wo", "is a router"),
     ],
 )

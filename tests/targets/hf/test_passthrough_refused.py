@@ -57,20 +57,25 @@ def test_a_missing_input_scale_stops_the_carrying_and_not_the_dequantizing(tmp_p
 MLP = "model.layers.1.mlp.up_proj"
 ATTENTION = "model.layers.0.self_attn.k_proj"
 BAD = [
-    ("fp8", f"{MLP}.weight", 0x7F, "1 codes of rows 0 to 640 are NaN, the first at (3, 5); repair the checkpoint"),
-    ("fp8", f"{MLP}.weight", 0xFF, "1 codes of rows 0 to 640 are NaN, the first at (3, 5); repair the checkpoint"),
-    ("fp8", f"{MLP}.weight_scale", float("nan"), "not finite and above zero, nan first; repair the checkpoint"),
+    ("fp8", f"{MLP}.weight", 0x7F, "row 3 holds a NaN at column 5; repair the checkpoint"),
+    ("fp8", f"{MLP}.weight", 0xFF, "row 3 holds a NaN at column 5; repair the checkpoint"),
+    (
+        "fp8",
+        f"{MLP}.weight_scale",
+        float("nan"),
+        "not finite and above zero, nan first; repair the checkpoint",
+    ),
     ("fp8", f"{MLP}.weight_scale", 0.0, "0 first; use quant='none'"),
     ("fp8", f"{MLP}.weight_scale", -1.0, "-1 first; repair the checkpoint"),
     ("fp8", f"{MLP}.input_scale", float("inf"), "inf first; use quant='none'"),
     ("fp8", f"{MLP}.input_scale", 0.0, "0 first; use quant='none'"),
     ("fp8", f"{ATTENTION}.k_scale", float("nan"), "nan first; use quant='none'"),
     ("fp8", f"{ATTENTION}.k_scale", -2.0, "-2 first; use quant='none'"),
-    ("fp8_block", f"{MLP}.weight_scale", float("nan"), "1 scales that are not finite and above zero, nan first"),
+    ("fp8_block", f"{MLP}.weight_scale", float("nan"), "1 scale not finite and above zero, nan first"),
     ("int4_awq", "model.layers.1.mlp.down_proj.pre_quant_scale", 0.0, "0 first; use quant='none'"),
     ("int8", f"{MLP}.weight_scale", float("inf"), "inf first; repair the checkpoint"),
     ("nvfp4_wo", f"{MLP}.weight_scale", 0x7F, "nan first; repair the checkpoint"),
-    ("nvfp4_wo", f"{MLP}.weight_scale", 0x81, "1 scales that are not finite and above zero, -0.00195312 first"),
+    ("nvfp4_wo", f"{MLP}.weight_scale", 0x81, "1 scale not finite and above zero, -0.00195312 first"),
     ("nvfp4_wo", f"{MLP}.weight_scale_2", 0.0, "0 first"),
     ("mxfp8", f"{MLP}.weight_scale", 0xFF, "nan first; repair the checkpoint"),
 ]

@@ -157,7 +157,7 @@ def test_references_of_first_tokens_are_those_of_their_positions() -> None:
     )
     assert cut.inputs[0]["input_ids"].reshape(-1)[cut.rows].tolist() == [0, 3, 12] == cut.source[:, 0].tolist()
     assert cut.source_perplexity is None and of_first_tokens(held, 12) is held
-    with pytest.raises(CannotRun, match="none of the positions that are compared is among the first 2 tokens"):
+    with pytest.raises(CannotRun, match="all positions to compare lie after the first 2 tokens"):
         of_first_tokens(replace(held, rows=rows[2:3]), 2)
 
 

@@ -84,6 +84,25 @@ def test_a_killed_run_goes_on_to_the_same_bytes(quant: str | None, smaller: Any,
 
 
 @pytest.mark.slow
+def test_what_comes_before_the_first_step_is_told_and_an_early_state_is_kept(smaller: Any, tmp_path: Path) -> None:
+    """75 seconds passed under "train", and a run that was killed before step 100 began again."""
+    stages: list[str] = []
+
+    def stop(done: int, total: int, stage: str) -> None:
+        stages.append(stage)
+        if stage == "train" and done == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bridge.distill(smaller, LLAMA, out=tmp_path / "out", **SMALL | {"save_every": 100, "steps": 8}, progress=stop)
+    before = [*dict.fromkeys(stages)]
+    assert before[-4:] == [
+        "load the teacher, and measure it on held-out text", "load the student", "held-out text", "train",
+    ]  # fmt: skip
+    assert [path.name for path in (tmp_path / ".out.distill").glob("state-*")] == ["state-00000005.safetensors"]
+
+
+@pytest.mark.slow
 def test_another_run_does_not_take_up_what_is_left(smaller: Any, tmp_path: Path) -> None:
     def stop(done: int, total: int, stage: str) -> None:
         if stage == "train" and done == 3:

@@ -51,6 +51,12 @@ def test_the_same_model_passes_wherever_it_lies(out: Path, golden: Path, tmp_pat
     assert moved.passed and moved.tensors == len(read_header(out / "model.safetensors").entries)
 
 
+def test_a_golden_and_an_output_are_told_apart_in_either_order(out: Path, golden: Path, tmp_path: Path) -> None:
+    assert bridge.golden.check(out, golden).passed
+    made = bridge.golden.record(tmp_path / "golden", out, run=False)
+    assert made.digest == load(golden).digest and load(tmp_path / "golden").digest == made.digest
+
+
 def test_two_conversions_have_goldens_of_the_same_bytes(out: Path, golden: Path, tmp_path: Path) -> None:
     bridge.golden.record(written(tmp_path / "out"), tmp_path / "golden", run=False)
     assert sorted(p.name for p in golden.iterdir()) == sorted(p.name for p in (tmp_path / "golden").iterdir())
@@ -81,7 +87,7 @@ def test_a_byte_outside_the_samples_is_found(out: Path, golden: Path, tmp_path: 
     moved = bridge.golden.check(golden, changed(out, tmp_path / "out", Q, at=20_011))
     assert kinds(moved) == [("codes", Q)]
     assert moved.moves[0].measure and moved.moves[0].measure.changed == 0
-    assert "bytes differ, but no one of" in str(moved)
+    assert "bytes changed, and none of the" in str(moved)
 
 
 def test_layers_that_moved_alike_share_a_line(out: Path, golden: Path, tmp_path: Path) -> None:

@@ -106,6 +106,10 @@ def test_what_was_written_is_looked_at_beside_its_source(llama: Any, tmp_path: P
     found = bridge.inspect(llama, against=tmp_path / "out", data=IDS, nan=True, progress=False)
     assert found.first_bad is None and "no module made a NaN or an infinity in 2 steps" in found.notes
     assert {row.role for row in found.compared if row.alone} >= {"attn.q", "mlp.down"}
+    first = bridge.inspect(llama, against=tmp_path / "out", data=IDS, steps=1, nan=True, progress=False)
+    assert any(note.endswith("in 1 step") for note in first.notes), first.notes
+    more = bridge.inspect(llama, against=tmp_path / "out", data=IDS, steps=9, progress=False)
+    assert any("the data make 2 steps" in note for note in more.notes), more.notes
     with pytest.raises(UsageError, match="cost= does not go with against="):
         bridge.inspect(llama, against=tmp_path / "out", data=IDS, cost=True, progress=False)
 

@@ -109,9 +109,8 @@ def _join(rank: int, size: int) -> Workers:
     except (RuntimeError, ValueError) as error:
         _leave(made, own)
         raise UsageError(
-            f"this is process {rank} of {size} that were started together, and they did not all come within "
-            f"{JOIN.total_seconds():g} seconds ({first_line(error)}); all of them must call this verb, with the same "
-            "arguments: or pass workers=1 to run in this process alone"
+            f"process {rank} of {size} waited {JOIN.total_seconds():g} seconds for the others ({first_line(error)}); "
+            "call this verb in all of them with the same arguments, or pass workers=1 to run in this process alone"
         ) from error
     return Workers(rank, size, made, own)
 
