@@ -21,6 +21,7 @@ SECTIONS = {
         "kv",
         "group",
         "zero_points",
+        "rotate",
         "calib",
         "data",
         "samples",

@@ -216,6 +216,8 @@ class Plan(Displayed):
     """What a calibration takes of memory, as a sentence; "" if the scheme needs none."""
     running: int = 0
     """Peak bytes of memory of a conversion that runs source and output to compare them; 0 if `convert` does not."""
+    rotation: str = ""
+    """The rotation that was folded into the source's weights, `hadamard`; "" for none."""
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -249,8 +251,9 @@ class Plan(Displayed):
         without = ("cuts", "program", "calibration", "running")
         decides = {name: value for name, value in vars(self).items() if name not in without}
         decides |= {"memory": 0, "dialect": ""}
-        if not self.carried:  # nor does that there are none
-            del decides["carried"]
+        for name in ("carried", "rotation"):  # nor does that there are none
+            if not decides[name]:
+                del decides[name]
         return hashlib.sha256(json.dumps(decides, sort_keys=True, default=recorded).encode()).hexdigest()
 
     def lines(self) -> list[str]:

@@ -52,7 +52,7 @@ class Provenance:
     `chosen`: why so many samples, if samples="auto" chose them. `weights`: a digest of the weights that codes were
     chosen for, `codes`: the formats that they were chosen in (`describe.chosen_words`); both "" without such codes.
     `rule`: why this scheme, if a name such as int4:best chose it by measurement. `smoothed`: the codes that AWQ
-    searched its pre-scales for (`describe.smoothed_words`).
+    searched its pre-scales for (`describe.smoothed_words`). `rotation`: that of the model's weights, "" for none.
     """
 
     scheme: str
@@ -69,6 +69,7 @@ class Provenance:
     codes: str = ""
     rule: str = ""
     smoothed: str = ""
+    rotation: str = ""
 
 
 @dataclass(frozen=True)
