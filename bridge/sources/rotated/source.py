@@ -63,8 +63,12 @@ class RotatedSource(Wrapped):
 
     @property
     def merge_memory(self) -> int:
-        """Bytes of two tensors that are turned whole, as read and as made, and of pieces in float64."""
-        whole = [self.specs[name].nbytes for name, turn in self.turns.tensors.items() if not turn.by_rows]
+        """Bytes of two matrices that are turned whole, as read and as made, and of pieces in float64."""
+        whole = [
+            self.specs[name].nbytes // (self.specs[name].shape[0] if turn.stacked else 1)
+            for name, turn in self.turns.tensors.items()
+            if not turn.by_rows
+        ]
         return self.base.merge_memory + 2 * sum(sorted(whole)[-2:]) + 2 * 4 * 8 * _VALUES
 
     @cached_property
@@ -112,6 +116,9 @@ class RotatedSource(Wrapped):
                 values = _floats(self.base.read_rows(stored, first, last), spec.dtype)
                 rows[first - begin : last - begin] = _rounded(self._inputs(values, turn), spec.dtype)
             return rows
+        elif turn.stacked:
+            parts = (self._turned(name, self.base.read_rows(stored, at, at + 1)[0], turn) for at in range(begin, end))
+            rows = np.stack([*parts]) if end > begin else self.base.read_rows(stored, begin, end)
         else:
             rows = self._whole(name, stored, turn)[begin:end]
         if out is None:
@@ -120,21 +127,24 @@ class RotatedSource(Wrapped):
         return out
 
     def _whole(self, name: str, stored: str, turn: Turn) -> Array:
+        """A whole tensor that is turned; each thread keeps its last one, since rows are read a few at a time."""
         kept: tuple[str, Array] | None = getattr(self._kept_tensor, "last", None)
         if kept and kept[0] == name:
             return kept[1]
         self._kept_tensor.last = None
-        spec = self.specs[name]
-        given, made = self.base.read(stored), np.empty(spec.shape, DTYPES[spec.dtype].storage)
-        turn_all = self._rows if turn.reads or turn.values is not None else self._columns
-        for before, after in zip(given, made, strict=True) if turn.stacked else [(given, made)]:
-            if before.ndim == 1:
-                before, after = before[:, None], after[:, None]
-            if turn.swapped:
-                before, after = before.T, after.T
-            turn_all(before, after, turn, spec.dtype)
+        made = self._turned(name, self.base.read(stored), turn)
         made.flags.writeable = False
         self._kept_tensor.last = (name, made)
+        return made
+
+    def _turned(self, name: str, given: Array, turn: Turn) -> Array:
+        """A matrix or a vector, as it is stored."""
+        dtype, made = self.specs[name].dtype, np.empty(given.shape, DTYPES[self.specs[name].dtype].storage)
+        before, after = (given[:, None], made[:, None]) if given.ndim == 1 else (given, made)
+        if turn.swapped and given.ndim > 1:
+            before, after = before.T, after.T
+        turn_all = self._rows if turn.reads or turn.values is not None else self._columns
+        turn_all(before, after, turn, dtype)
         return made
 
     def _rows(self, given: Array, made: Array, turn: Turn, dtype: str) -> None:
