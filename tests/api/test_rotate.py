@@ -10,6 +10,8 @@ import torch
 
 import bridge
 from bridge.core.errors import CalibrationError, PlanError, UsageError
+from tests.models.draft_families import FAMILIES
+from tests.models.tiny_adapters import write_adapter
 
 TINY = "examples/models/tiny-llama"
 TOKENS = torch.arange(3, 67)[None]
@@ -71,8 +73,30 @@ def test_a_golden_of_a_rotated_output_is_converted_again(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_rotated_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="cannot be rotated exactly; leave rotate= "):
+    with pytest.raises(PlanError, match="cannot be rotated exactly; take rotate='hadamard:heads'"):
         bridge.convert("examples/models/tiny-gpt2", "hf", "int8_wo", tmp_path / "out", rotate="hadamard")
     with pytest.raises(UsageError, match="unknown"):
         bridge.plan(TINY, "hf", rotate="random")
     assert not (tmp_path / "out").exists()
+
+
+def test_draft_layers_are_left_out_with_the_stream_and_kept_with_the_heads(tmp_path: Path) -> None:
+    drafts = FAMILIES["deepseek_v3"](tmp_path / "model")
+    plan = bridge.plan(tmp_path / "model", "hf", rotate="hadamard")
+    assert drafts.keys() <= plan.dropped.keys()
+    assert any("reads the stream as it was" in plan.dropped[name] for name in drafts)
+    assert any("promises 1 draft layer, of which the source has no tensor" in note for note in plan.notes)
+    kept = bridge.plan(tmp_path / "model", "hf", rotate="hadamard:heads")
+    assert drafts.keys() <= {output.spec.name for output in kept.outputs}
+
+
+def test_an_adapter_is_merged_before_the_rotation(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter")
+    bridge.convert(adapter, "hf", None, tmp_path / "merged", base=TINY, progress=False, verify=False)
+    report = bridge.convert(adapter, "hf", None, tmp_path / "one", base=TINY, rotate="hadamard", progress=False)
+    bridge.convert(tmp_path / "merged", "hf", None, tmp_path / "two", rotate="hadamard", progress=False, verify=False)
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two and report.passed
+    assert any(note.startswith("adapter") and "; rotated (hadamard)" in note for note in report.notes)
+    with pytest.raises(PlanError, match="the adapter beside it reads the model as it was"):
+        bridge.plan(adapter, "hf", base=TINY, rotate="hadamard", adapter="keep")

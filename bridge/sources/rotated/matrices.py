@@ -1,4 +1,4 @@
-"""Orthogonal matrices of any size as products of small ones, applied without a matrix of the whole size.
+"""Orthogonal matrices of any size, applied as products of small ones.
 
 Values are added in one order, whatever rows are multiplied together and on any machine: equal bytes, which a matrix
 product of a library does not give.

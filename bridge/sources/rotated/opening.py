@@ -1,4 +1,4 @@
-"""Rotate a model that is opened, or say why that is not exact."""
+"""Rotate an opened model, or say why that is not exact."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def rotated(source: Source, rotation: str | None) -> Source:
     matched = match_table(source.config, source.specs)
     stream, heads = ROTATIONS[rotation]
     config, origins, problems = _untied(matched, source) if stream else (source.config, {}, [])
-    specs = {name: spec for name, spec in source.specs.items() if name not in matched.ignored}
+    ignored = matched.ignored if stream else {}  # with heads alone, draft layers read what they read before
+    specs = {name: spec for name, spec in source.specs.items() if name not in ignored}
     specs |= {name: replace(specs[stored], name=name) for name, stored in origins.items()}
     if not problems:
         matched = match_table(config, specs)
@@ -41,9 +42,10 @@ def rotated(source: Source, rotation: str | None) -> Source:
         problems.append(f"{', '.join(fold_layers(names))}: {why}")
     problems += _unrounded({name: specs[name] for name in turns.tensors})
     if problems:
-        raise _refused(source, problems)
+        possible = stream and not turns_of(match_table(source.config, source.specs), False, True).problems
+        raise _refused(source, problems, "take rotate='hadamard:heads' (--rotate hadamard:heads)" if possible else "")
     ordered = dict(sorted(specs.items(), key=lambda item: natural(item[0])))
-    return RotatedSource(source, rotation, turns, config, origins, ordered, matched.ignored)
+    return RotatedSource(source, rotation, turns, config, origins, ordered, ignored)
 
 
 def _why_not(source: Source) -> str:
@@ -88,7 +90,7 @@ def _by_reason(problems: tuple[tuple[str, str], ...]) -> list[tuple[str, list[st
     return [(group[0][1], [name for name, _ in group]) for group in grouped(problems, lambda problem: problem[1])]
 
 
-def _refused(source: Source, problems: list[str]) -> PlanError:
+def _refused(source: Source, problems: list[str], instead: str = "") -> PlanError:
     """One error for all problems."""
-    remedy = "leave rotate= (--rotate) out"
+    remedy = instead or "leave rotate= (--rotate) out"
     return PlanError("\n  ".join([f"{source.where} cannot be rotated exactly; {remedy}", *problems]))

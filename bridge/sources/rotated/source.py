@@ -1,4 +1,4 @@
-"""A rotated model as a Source, computed in float64 while it is read and rounded once."""
+"""A rotated model as a Source, rotated in float64 while read."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from bridge.sources.rotated.matrices import Matrix, hadamard_matrix
 from bridge.sources.source import Source, Wrapped
 from bridge.tables.architectures.rotation import Turn, Turns
 
+UNTURNED = "of a layer that the model does not run, such as a draft, which reads the stream as it was"
 _VALUES = 1 << 18  # turned at once: 2 MB in float64
 Array = np.ndarray
 
@@ -43,7 +44,8 @@ class RotatedSource(Wrapped):
         self.where, self.name = f"{base.where}, rotated", f"{base.name}-rotated"
         self.adapter, self.kept, self.folder, self.runs_in = base.adapter, base.kept, base.folder, base.runs_in
         self.distillation = base.distillation
-        self.dropped = {**base.dropped, **ignored}
+        self._unturned = {name for name in ignored if turns.width in base.specs[name].shape and not turns.only_heads}
+        self.dropped = {**base.dropped, **ignored, **dict.fromkeys(self._unturned, UNTURNED)}
         self._kept_tensor = threading.local()  # the last whole tensor of each thread
 
     @property
@@ -58,6 +60,7 @@ class RotatedSource(Wrapped):
         parts += [f"the values of {number(self.turns.heads, 'head')}"] if self.turns.heads else []
         more = sum(self.specs[name].nbytes for name in self.origins)
         untied = f"; {', '.join(self.origins)} is no longer tied, {size(more)}" if more else ""
+        untied += f"; {number(len(self._unturned), 'tensor')} left out: {UNTURNED}" if self._unturned else ""
         own = f"rotated ({self.rotation}): {', and '.join(parts)}{untied}"
         return f"{self.base.note}; {own}" if self.base.note else own
 

@@ -1,4 +1,4 @@
-"""What a rotation of the residual stream, and of the heads' values, does to each tensor of a model.
+"""What rotations of stream and heads do to each tensor.
 
 The stream x becomes x R. A matrix that reads it through a norm takes the norm's weight, then R; one that writes it
 takes the transposed R. That is exact for a norm without a mean and with no other reader. A head's values are mixed over
@@ -52,12 +52,16 @@ class Turn:
 
 @dataclass(frozen=True)
 class Turns:
-    """The tensors that change; `width`: of the stream; `heads`: groups of values that are rotated; what forbids it."""
+    """The tensors that change; `width`: of the stream; `heads`: groups of values that are rotated; what forbids it.
+
+    `only_heads`: the stream stays as it is.
+    """
 
     tensors: Mapping[str, Turn]
     width: int
     heads: int
     problems: tuple[tuple[str, str], ...]
+    only_heads: bool = False
 
 
 def turns_of(matched: Matched, stream: bool, heads: bool) -> Turns:
@@ -72,7 +76,7 @@ def turns_of(matched: Matched, stream: bool, heads: bool) -> Turns:
         turning.check_norms()
     if not stream and not turning.rotated:
         turning.problems.append(("heads", "no layer has values that one matrix makes and the next one reads"))
-    return Turns(tensors, int(str(matched.names[STREAM])), turning.rotated, tuple(turning.problems))
+    return Turns(tensors, int(str(matched.names[STREAM])), turning.rotated, tuple(turning.problems), not stream)
 
 
 class _Turning:
