@@ -23,7 +23,7 @@ from bridge.core.parsing.limited import parse_json
 from bridge.core.parsing.typed_json import typed
 from bridge.core.remote.path import as_path
 from bridge.core.text import fold, fold_layers, grouped, number, pattern
-from bridge.core.values import Format, Numeric
+from bridge.core.values import Format, Numeric, later
 from bridge.quant.schemes.scheme import is_calibrated, is_measured
 
 VERSION = "1"
@@ -69,7 +69,7 @@ class Provenance:
     codes: str = ""
     rule: str = ""
     smoothed: str = ""
-    rotation: str = ""
+    rotation: str = later("")
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class Calibration(Displayed):
         return {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in arrays.items()}
 
     def _metadata(self) -> dict[str, str]:
-        optional = ("chosen", "weights", "codes", "rule", "smoothed")
+        optional = ("chosen", "weights", "codes", "rule", "smoothed", "rotation")
         provenance = {name: value for name, value in asdict(self.provenance).items() if name not in optional or value}
         header: dict[str, Any] = {"provenance": provenance, "applied": [asdict(a) for a in self.applied]}
         if self.held_out:

@@ -48,6 +48,7 @@ def test_a_plan_has_the_rotation_and_only_then_another_digest() -> None:
     assert (plain.rotation, turned.rotation) == ("", "hadamard:heads")
     assert plain.digest != turned.digest and plain.sources == turned.sources
     assert any("rotated (hadamard:heads): the values of" in note for note in turned.notes)
+    assert "rotation" not in plain.to_dict() and turned.to_dict()["rotation"] == "hadamard:heads"
 
 
 def test_a_calibration_of_another_rotation_is_refused(tmp_path: Path) -> None:

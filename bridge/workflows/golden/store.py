@@ -123,7 +123,7 @@ class Made:
     options: dict[str, Any]
     rounding: str = ""
     """The rules by which codes are chosen, as `describe.rounding_words` names them; "" in older goldens."""
-    rotation: str = ""
+    rotation: str = later("")
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Golden:
         head = {
             "golden": VERSION,
             "digest": _digest(lines),
-            **asdict(self.snapshot.made),
+            **plain(self.snapshot.made),
             "rerun": plain(self.rerun),
             "reference": {name: getattr(self.reference, name) for name in ("ran", "tolerance", "not_run")},
             "versions": dict(sorted(self.versions.items())),
@@ -280,9 +280,7 @@ def _load(directory: Path) -> Golden:
     tensors = {tensor.key: tensor for tensor in _each(texts, "tensors.jsonl", _tensor)}
     origins = {origin.id: origin for origin in _each(texts, "origins.jsonl", _origin)}
     files = {file.name: file for file in _each(texts, "files.jsonl", lambda row: typed(File, row))}
-    made = typed(
-        Made, {"rounding": "", "rotation": "", **{name: head[name] for name in Made.__match_args__ if name in head}}
-    )
+    made = typed(Made, {"rounding": "", **{name: head[name] for name in Made.__match_args__ if name in head}})
     values = SafetensorsFile(directory / VALUES)
     snapshot = Snapshot(made, tensors, files, origins, _samples(tensors, values))
     rerun = typed(Rerun, head["rerun"])
