@@ -24,11 +24,12 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 CODES = ("weight_packed", "qweight", "weight_scale", "scales")  # a module that has one of them is quantized
 
 
-def load(path: Path, language: bool) -> Any:
+def load(path: Path, language: bool, **config: Any) -> Any:
     """A model that is not quantized, in float32."""
     from transformers import AutoModel, AutoModelForCausalLM
 
-    return (AutoModelForCausalLM if language else AutoModel).from_pretrained(path, dtype=torch.float32).eval()
+    kind = AutoModelForCausalLM if language else AutoModel
+    return kind.from_pretrained(path, dtype=torch.float32, **config).eval()
 
 
 def read(out: Path, source: Path, language: bool) -> Any:
@@ -38,7 +39,8 @@ def read(out: Path, source: Path, language: bool) -> Any:
 
         return AutoModelForCausalLM.from_pretrained(out, gguf_file=gguf[0].name, dtype=torch.float32).eval()
     config = json.loads((out / "config.json").read_text())
-    model = load(source, language)
+    untied = config.get("tie_word_embeddings") is False  # a rotated model has a head of its own
+    model = load(source, language, **({"tie_word_embeddings": False} if untied else {}))
     quantization = config.get("quantization_config")
     _fill(model, tensors(out), Layout(quantization) if quantization else None)
     return model

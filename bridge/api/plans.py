@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bridge.api.advice import code_bits, recommended
-from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
+from bridge.api.words import KvName, RotationName, SchemeName, TargetName, TargetOptions
 from bridge.core.errors import BridgeError, PlanError, SchemeError, SourceError, UsageError
 from bridge.core.machine import without_collection
 from bridge.core.text import byte_count, number
@@ -28,6 +28,7 @@ from bridge.quant.schemes.load import check_name, load_scheme
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.configs.positions import vocabulary_size
 from bridge.sources.opening import open_source
+from bridge.sources.rotated.opening import rotated
 from bridge.sources.source import Source
 from bridge.targets import load_target, make_options, program_of, target_names
 from bridge.targets.hf.spelling import SPELLINGS
@@ -60,6 +61,7 @@ def plan(
     out: str | Path | None = None,
     overwrite: bool = False,
     candidates: str | Sequence[str] | None = None,
+    rotate: RotationName | str | None = None,
     **options: Unpack[TargetOptions],
 ) -> Plan:
     """Plan a conversion from headers alone: every output tensor, what stays unquantized and why, memory, disk.
@@ -82,7 +84,7 @@ def plan(
 
         check_output(out, overwrite)
     check_name(quant)
-    source = open_source(model, config, base=base, adapter=adapter)
+    source = rotated(open_source(model, config, base=base, adapter=adapter), rotate)
     if sparse is not None:
         from bridge.sources.pruned.opening import plan_sparse
         from bridge.sources.pruned.sparse import METHODS, check_sparse
@@ -287,9 +289,9 @@ def _checked(plan: Plan, inputs: PlanInputs) -> Plan:
     """Add notes on the source; make the keys of files, so that a tokenizer without a place in them is refused now."""
     if kept := inputs.source.kept:
         plan = replace(plan, notes=(*plan.notes, *_pruning_notes(kept, inputs.source.sparse, plan)))
-    if inputs.source.adapter:
+    if inputs.source.note:
         plan = replace(plan, notes=(*plan.notes, inputs.source.note))
-        _check_kept(inputs.source, plan)
+    _check_kept(inputs.source, plan)
     load_target(plan.target).file_metadata(plan, inputs.source)
     calibrates = inputs.scheme is not None and inputs.scheme.needs_calibration
     if inputs.source.can_run and load_target(plan.target).runs:

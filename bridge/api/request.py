@@ -26,6 +26,7 @@ from bridge.quant.schemes.load import check_name
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.checkpoint import as_stored
 from bridge.sources.opening import open_source
+from bridge.sources.rotated.opening import rotated
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.verification.parity import COSINE
@@ -139,10 +140,14 @@ class Request:
     adapter: str | None = None
     """What becomes of a LoRA adapter: "merge", as None, adds it to its base, and "keep" writes it too."""
 
+    rotate: str | None = None
+    """The rotation that is folded into the weights, "hadamard"; None leaves them as they are."""
+
     def source(self) -> Source:
         """Open the model, if the scheme's name is known."""
         check_name(self.quant)
-        return open_source(self.model, self.config, self.tokenizer, self.base, self.adapter)
+        opened = open_source(self.model, self.config, self.tokenizer, self.base, self.adapter)
+        return rotated(opened, self.rotate)
 
 
 @dataclass(frozen=True)
@@ -293,6 +298,11 @@ def given_calibration(
         return None
     from bridge.calibration.modelopt import fingerprint
 
+    if (before := calib.provenance.rotation) != source.rotation and calib.provenance.model:
+        raise CalibrationError(
+            f"the calibration was made for weights with {rotation_words(before)}, and this conversion has "
+            f"{rotation_words(source.rotation)}; calibrate with the same rotate= (--rotate)"
+        )
     if (made_for := calib.provenance.model) and made_for != fingerprint(structure, source):
         raise CalibrationError(
             f"the calibration was made for another model ({calib.provenance.architecture}): tensors of {source.where} "
@@ -306,6 +316,11 @@ def given_calibration(
     if calib.input_square and not any(format_.watched for format_ in scheme.formats):
         warn(f"calib= (--calib) has an importance matrix, and scheme {scheme.name} uses none; q4_k_imatrix does")
     return calib
+
+
+def rotation_words(rotation: str) -> str:
+    """A rotation in a sentence."""
+    return f"rotation {rotation}" if rotation else "no rotation"
 
 
 def _importance_of(path: Path, plan_: Plan, scheme: Scheme | None) -> Calibration:

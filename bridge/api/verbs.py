@@ -11,7 +11,7 @@ from bridge.api import conversion
 from bridge.api.best.choose import calibrated, candidates_to_calibrate
 from bridge.api.plans import scheme_of
 from bridge.api.request import Request, data_of, data_to_compare, gate_of, tokens_of
-from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
+from bridge.api.words import KvName, RotationName, SchemeName, TargetName, TargetOptions
 from bridge.calibration.data import Sampling, check_compute
 from bridge.calibration.job import CalibrationJob
 from bridge.calibration.requirements import sampling_for, source_for
@@ -29,6 +29,7 @@ from bridge.quant.schemes.load import check_name, check_schemes
 from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.report import Report
 from bridge.sources.opening import open_source
+from bridge.sources.rotated.opening import rotated
 from bridge.targets import check_contracts
 from bridge.targets.manifest import load_manifest
 
@@ -58,6 +59,7 @@ def calibrate(
     compute: str | None = None,
     workers: int | None = None,
     candidates: str | Sequence[str] | None = None,
+    rotate: RotationName | str | None = None,
 ) -> Calibration:
     """Run the model once and return its statistics; `save()` them and use them for any target.
 
@@ -87,6 +89,7 @@ def calibrate(
             this process alone.
         candidates: the rules that a name such as "int4:best" measures, "gptq,imatrix"; None takes all that can be
             written. The calibration is that of the best one, and says so.
+        rotate: the rotation of the conversion that it is for, as `convert` takes it.
 
     Raises:
         UsageError: `memory` does not hold the largest block of the model; the other workers did not come.
@@ -103,7 +106,7 @@ def calibrate(
     with joined(workers) as peers:
         callback = callback_of(progress) if peers is None or peers.first else no_progress
         callback(0, 0, "calibrate")  # a tokenizer loads torch, and ModelOpt takes seconds too
-        source = open_source(model, config, tokenizer, base)
+        source = rotated(open_source(model, config, tokenizer, base), rotate)
         structure = structure_of(source)
         blocks = group, zero_points
         found = candidates_to_calibrate(quant, kv, structure, source, candidates, peers, blocks)
@@ -170,6 +173,7 @@ def convert(
     compute: str | None = None,
     workers: int | None = None,
     candidates: str | Sequence[str] | None = None,
+    rotate: RotationName | str | None = None,
     evaluate: int | str | None = None,
     gate: str | None = None,
     **options: Unpack[TargetOptions],
@@ -214,6 +218,9 @@ def convert(
         workers: processes that share the calibration, as `calibrate` takes it; the first one writes, and all return its
             report.
         candidates: the rules that "int4:best" measures, as `calibrate` takes them.
+        rotate: "hadamard" folds a rotation of the residual stream and of the heads' values into the weights, which
+            spreads outliers and keeps the model's function; "hadamard:stream" and "hadamard:heads" are one of both. A
+            tied head becomes a tensor of its own. Refused where it would not be exact.
         evaluate: run the output on so many tokens of text, 20000 or "20k", whatever its target; None takes 2,048 or
             more of the targets that are run.
         gate: "cosine" judges language models by cosine and norm of their logits, as all others; None by KL. It is for
@@ -233,7 +240,7 @@ def convert(
         device=device, config=config, tokenizer=tokenizer, verify=verify, overwrite=overwrite, resume=resume,
         progress=callback_of(progress), memory=None if memory is None else byte_count(memory, "memory="),
         runtime=runtime, options=dict(options), compute=compute, base=base, adapter=adapter, candidates=candidates,
-        group=group, zero_points=zero_points,
+        group=group, zero_points=zero_points, rotate=rotate,
     )  # fmt: skip
     with joined(workers) as peers:
         return conversion.run(request, conversion.RunOptions(workers=peers))
@@ -274,8 +281,8 @@ def verify(
 
     clock, directory = conversion.Clock(), written_at(out)
     opened = open_source(against, tokenizer=tokenizer, base=base, adapter=mode_of(against, directory))
-    source = pruned_again(opened, directory)
     manifest = load_manifest(directory)
+    source = rotated(pruned_again(opened, directory), manifest.plan.rotation or None)
     if dict(source.specs) != manifest.plan.sources:
         raise VerifyError(f"{directory} was not made from {source.where}: their tensors differ in name, shape or dtype")
     saved = directory / CALIBRATION

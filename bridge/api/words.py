@@ -19,6 +19,7 @@ SchemeName = Literal[
     "w4a8_awq", "w4a8_fp8", "w4a8_nvfp4_fp8",
 ]  # fmt: skip
 KvName = Literal["fp8", "fp8_cast", "int8", "nvfp4", "nvfp4_cast"]
+RotationName = Literal["hadamard", "hadamard:heads", "hadamard:stream"]
 
 
 class TargetOptions(TypedDict, total=False):

@@ -128,6 +128,7 @@ def provenance_of(job: CalibrationJob, model: Any, used: Sequence[str] = PACKAGE
         versions=versions_of(used),
         codes=chosen_words(job.scheme.formats),
         smoothed=smoothed_words(job.scheme.formats),
+        rotation=job.source.rotation,
     )
 
 

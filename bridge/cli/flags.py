@@ -90,6 +90,12 @@ def _complete_shown(begin: str) -> list[str]:
     )
 
 
+def _complete_rotation(begin: str) -> list[str]:
+    from bridge.sources.rotated.opening import ROTATIONS
+
+    return [name for name in ROTATIONS if name.startswith(begin)]
+
+
 def _complete_gpu(begin: str) -> list[str]:
     from bridge.targets.trt.gpus import gpu_names
 
@@ -223,6 +229,10 @@ FLAGS = {
     "kv": Flag("the KV cache: fp8, int8, nvfp4; fp8_cast, nvfp4_cast need no calibration", complete=_complete_kv),
     "group": Flag("values in a block of integer weights: 32, 64 or 128; default: the scheme's", int),
     "zero_points": switch("a zero point in each block of INT4 weights: target hf, compressed-tensors or awq"),
+    "rotate": Flag(
+        "fold a rotation into the weights, the function stays: hadamard; hadamard:stream, hadamard:heads: a part of it",
+        complete=_complete_rotation
+    ),
     "budget": Flag("6.5bits per weight on average, 7GB of weights, or kl=0.01 nats per token"),
     "fallback": Flag("scheme of excluded layers; default: unquantized", complete=_complete_scheme),
     "method": Flag(

@@ -24,6 +24,7 @@ SECTIONS = {
         "kv",
         "group",
         "zero_points",
+        "rotate",
         "calib",
         "data",
         "samples",

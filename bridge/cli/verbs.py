@@ -17,8 +17,8 @@ from bridge.core.errors import UsageError
 
 @verb(
     "qbridge convert meta-llama/Llama-3.1-8B --target hf --quant fp8",
-    "model target runtime quant candidates out calib data samples sequence field kv group zero_points device compute "
-    "config tokenizer base adapter overwrite resume verbose verify evaluate gate memory json quiet debug",
+    "model target runtime quant candidates out calib data samples sequence field kv group zero_points rotate device "
+    "compute config tokenizer base adapter overwrite resume verbose verify evaluate gate memory json quiet debug",
     exits=EXITS, for_target=True, silent=shared,
 )  # fmt: skip
 def convert(terminal: Terminal, **given: Any) -> None:
@@ -31,8 +31,8 @@ def convert(terminal: Terminal, **given: Any) -> None:
 
 @verb(
     "qbridge plan meta-llama/Llama-3.1-8B --target trt --quant nvfp4",
-    "model target runtime quant candidates out kv group zero_points config base adapter memory keep drop_layers sparse "
-    "overwrite every json debug",
+    "model target runtime quant candidates out kv group zero_points rotate config base adapter memory keep drop_layers "
+    "sparse overwrite every json debug",
     for_target=True,
 )
 def plan(terminal: Terminal, every: bool, **given: Any) -> None:
@@ -61,8 +61,8 @@ def plan(terminal: Terminal, every: bool, **given: Any) -> None:
 
 @verb(
     "qbridge calibrate MODEL --quant fp8 --out fp8.safetensors",
-    "model quant candidates out data samples sequence field kv group zero_points device compute config tokenizer base "
-    "memory overwrite verbose quiet debug",
+    "model quant candidates out data samples sequence field kv group zero_points rotate device compute config "
+    "tokenizer base memory overwrite verbose quiet debug",
     silent=shared,
 )
 def calibrate(terminal: Terminal, model: str, quant: str, out: Path, overwrite: bool, **given: Any) -> None:
@@ -88,7 +88,7 @@ def calibrate(terminal: Terminal, model: str, quant: str, out: Path, overwrite: 
 
     target = "gguf" if calibration.input_square else "hf"
     words = ["qbridge", "convert", model, "--target", target, "--quant", quant, "--calib", str(out)]
-    for name in ("kv", "group", "config", "tokenizer"):
+    for name in ("kv", "group", "rotate", "config", "tokenizer"):
         words += [f"--{name}", str(given[name])] if given[name] else []
     words += ["--zero-points"] if given["zero_points"] else []
     result = [calibration_table(calibration)] if terminal.verbose else calibration.lines()
@@ -183,8 +183,8 @@ def search(terminal: Terminal, scores: Path | None, overwrite: bool, **given: An
 
 @verb(
     "qbridge sensitivity MODEL --quant int4_awq,fp8 --budget 4.8bits",
-    "model quant data target runtime budget fallback method ranking out samples sequence field kv device compute memory "
-    "config tokenizer overwrite json quiet debug",
+    "model quant data target runtime budget fallback method ranking out samples sequence field kv device compute "
+    "memory config tokenizer overwrite json quiet debug",
 )
 def sensitivity(terminal: Terminal, out: Path | None, overwrite: bool, **given: Any) -> None:
     """Rank layers by the cost of quantizing each one alone.

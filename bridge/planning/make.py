@@ -189,6 +189,7 @@ def _sized(inputs: PlanInputs, drafted: Drafted) -> Plan:
         dialect=source.dialect,
         cuts=structure.cuts,
         carried=carried_entries(source.quantized, scheme, _methods(inputs)),
+        rotation=source.rotation,
     )
 
 

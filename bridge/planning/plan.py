@@ -11,7 +11,7 @@ from typing import Any
 
 from bridge.core.display import Displayed, Table
 from bridge.core.text import fold, grouped, pattern, shape_text, size
-from bridge.core.values import Cut, Encoding, Feed, Format, Numeric, Site, Slice, TensorSpec, plain, recorded
+from bridge.core.values import Cut, Encoding, Feed, Format, Numeric, Site, Slice, TensorSpec, later, plain, recorded
 from bridge.quant.describe import format_name
 
 DEFAULT_FILE = "model.safetensors"
@@ -216,6 +216,8 @@ class Plan(Displayed):
     """What a calibration takes of memory, as a sentence; "" if the scheme needs none."""
     running: int = 0
     """Peak bytes of memory of a conversion that runs source and output to compare them; 0 if `convert` does not."""
+    rotation: str = later("")
+    """The rotation that was folded into the source's weights, `hadamard`; "" for none."""
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -247,7 +249,7 @@ class Plan(Displayed):
         `program`, `calibration` and `running`.
         """
         without = ("cuts", "program", "calibration", "running")
-        decides = {name: value for name, value in vars(self).items() if name not in without}
+        decides = {name: value for name, value in recorded(self).items() if name not in without}
         decides |= {"memory": 0, "dialect": ""}
         if not self.carried:  # nor does that there are none
             del decides["carried"]

@@ -23,7 +23,7 @@ from bridge.core.parsing.limited import parse_json
 from bridge.core.parsing.typed_json import typed
 from bridge.core.remote.path import as_path
 from bridge.core.text import fold, fold_layers, grouped, number, pattern
-from bridge.core.values import Format, Numeric
+from bridge.core.values import Format, Numeric, later
 from bridge.quant.schemes.scheme import is_calibrated, is_measured
 
 VERSION = "1"
@@ -52,7 +52,7 @@ class Provenance:
     `chosen`: why so many samples, if samples="auto" chose them. `weights`: a digest of the weights that codes were
     chosen for, `codes`: the formats that they were chosen in (`describe.chosen_words`); both "" without such codes.
     `rule`: why this scheme, if a name such as int4:best chose it by measurement. `smoothed`: the codes that AWQ
-    searched its pre-scales for (`describe.smoothed_words`).
+    searched its pre-scales for (`describe.smoothed_words`). `rotation`: that of the model's weights, "" for none.
     """
 
     scheme: str
@@ -69,6 +69,7 @@ class Provenance:
     codes: str = ""
     rule: str = ""
     smoothed: str = ""
+    rotation: str = later("")
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,7 @@ class Calibration(Displayed):
         return {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in arrays.items()}
 
     def _metadata(self) -> dict[str, str]:
-        optional = ("chosen", "weights", "codes", "rule", "smoothed")
+        optional = ("chosen", "weights", "codes", "rule", "smoothed", "rotation")
         provenance = {name: value for name, value in asdict(self.provenance).items() if name not in optional or value}
         header: dict[str, Any] = {"provenance": provenance, "applied": [asdict(a) for a in self.applied]}
         if self.held_out:

@@ -20,9 +20,9 @@ from bridge.sources.configs.diffusion import denoiser_of, is_diffusion, with_arc
 from bridge.sources.dialects.hf_names import dialect_files, respelled
 from bridge.sources.quantized.fields import MODELOPT_FILE, sections
 from bridge.sources.source import Source
-from bridge.sources.unsupported import diffusion_weights, other_dialect, quantized
 from bridge.sources.weights.containers import Container
 from bridge.sources.weights.shards import Weights, find_weights
+from bridge.sources.weights.unsupported import diffusion_weights, other_dialect, quantized
 
 WRITTEN_BY = (
     Program(

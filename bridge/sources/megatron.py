@@ -18,8 +18,8 @@ from bridge.core.values import Program
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.hf import foreign_directory, numbered_directories
 from bridge.sources.side_files import divide_files
-from bridge.sources.unsupported import one_checkpoint
 from bridge.sources.weights.ranks import RUN, open_ranks, rank_files, refuse_absent
+from bridge.sources.weights.unsupported import one_checkpoint
 
 if TYPE_CHECKING:
     from bridge.sources.configs.derive import Declared

@@ -12,8 +12,8 @@ from bridge.core.values import Program, TensorSpec
 from bridge.sources.checkpoint import HfSource
 from bridge.sources.hf import foreign_directory
 from bridge.sources.side_files import divide_files
-from bridge.sources.unsupported import one_checkpoint
 from bridge.sources.weights.ranks import Joined, open_ranks
+from bridge.sources.weights.unsupported import one_checkpoint
 
 WRITTEN_BY = (
     Program(

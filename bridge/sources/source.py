@@ -133,6 +133,10 @@ class Source(Protocol):
     def distillation(self) -> Distillation | None:
         """What a report says about the distillation; None for a model that was not distilled."""
 
+    @property
+    def rotation(self) -> str:
+        """The rotation that is folded into the weights, `hadamard`; "" without one."""
+
     def served(self, command: str) -> str:
         """Return the command of a server with the options that load the adapter; "" if the server is unknown."""
 
@@ -163,6 +167,7 @@ class SourceBase:
     adapter: Adapter | None = None
     adapter_is_copied: bool = False
     distillation: Distillation | None = None
+    rotation: str = ""
 
     @property
     def merge_memory(self) -> int:

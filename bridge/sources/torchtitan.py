@@ -18,7 +18,7 @@ from bridge.sources.checkpoint import HfSource
 from bridge.sources.config_json import settle_config
 from bridge.sources.hf import foreign_directory, numbered_directories
 from bridge.sources.side_files import SideFiles, divide_files
-from bridge.sources.unsupported import one_checkpoint, quantized
+from bridge.sources.weights.unsupported import one_checkpoint, quantized
 
 WRITTEN_BY = (
     Program(

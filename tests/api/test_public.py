@@ -15,7 +15,7 @@ SIGNATURES = {
     "plan": (
         "model, target, quant=None, *, kv=None, group=None, zero_points=False, config=None, runtime=None, memory=None, "
         "keep=None, drop_layers=None, sparse=None, base=None, adapter=None, out=None, overwrite=False, "
-        "candidates=None, **options"
+        "candidates=None, rotate=None, **options"
     ),
     "estimate": "plan, model=None, *, verify=True, machine=None",
     "pruned": (
@@ -54,12 +54,12 @@ SIGNATURES = {
         "model, target, quant=None, out=None, *, calib=None, data=None, samples=None, sequence=None, field=None, "
         "kv=None, group=None, zero_points=False, device=None, config=None, tokenizer=None, base=None, adapter=None, "
         "verify=True, overwrite=False, resume=True, progress=None, memory=None, runtime=None, compute=None, "
-        "workers=None, candidates=None, evaluate=None, gate=None, **options"
+        "workers=None, candidates=None, rotate=None, evaluate=None, gate=None, **options"
     ),
     "calibrate": (
         "model, quant, data=None, *, kv=None, group=None, zero_points=False, device=None, config=None, tokenizer=None, "
         "base=None, samples=None, sequence=None, field=None, memory=None, partial=None, progress=None, "
-        "compute=None, workers=None, candidates=None"
+        "compute=None, workers=None, candidates=None, rotate=None"
     ),
     "verify": "out, against, *, data=None, tokenizer=None, base=None, evaluate=None, gate=None, progress=None",
     "run": "out, text, *, tokens=64, chat=False, system=None, beside=None, temperature=0.0, seed=0, image=None, "

@@ -141,7 +141,7 @@ def test_every_argument_of_convert_has_a_flag(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(bridge, "convert", convert)
     words = ["--out", "o", "--calib", "c", "--kv", "fp8", "--device", "cpu", "--config", "f.json", "--tokenizer", "t"]
-    words += ["--group", "64", "--zero-points"]
+    words += ["--group", "64", "--zero-points", "--rotate", "hadamard"]
     words += ["--data", "d", "--samples", "8", "--sequence", "64", "--field", "g", "--for", "vllm"]
     words += ["--compute", "fp32", "--base", "b", "--adapter", "keep", "--evaluate", "20k", "--gate", "cosine"]
     done = run(*CONVERT, *words, "--memory", "1.5GiB", "--overwrite", "--no-resume", "--no-verify", "--opset", "23")
@@ -152,7 +152,7 @@ def test_every_argument_of_convert_has_a_flag(monkeypatch: pytest.MonkeyPatch) -
     assert given == {
         "data": "d", "samples": 8, "sequence": 64, "field": "g", "runtime": "vllm", "compute": "fp32", "base": "b",
         "evaluate": "20k", "gate": "cosine",
-        "adapter": "keep", "group": 64, "zero_points": True, "candidates": None,
+        "adapter": "keep", "group": 64, "zero_points": True, "rotate": "hadamard", "candidates": None,
         "calib": "c", "kv": "fp8", "device": "cpu", "config": "f.json", "tokenizer": "t", "verify": False,
         "overwrite": True, "resume": False, "memory": 3 << 29, "opset": 23,
     }  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 from bridge.api import words
 from bridge.cli.target_options import target_options
 from bridge.quant.schemes.catalog import best_names, kv_names, scheme_names
+from bridge.sources.rotated.opening import ROTATIONS
 from bridge.targets import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,7 @@ def test_the_names_for_type_checkers_are_those_of_the_tables() -> None:
     assert get_args(words.TargetName) == BUILT_IN
     assert list(get_args(words.SchemeName)) == sorted([*scheme_names(), *best_names(), "int4"])
     assert list(get_args(words.KvName)) == kv_names()
+    assert set(get_args(words.RotationName)) == set(ROTATIONS)
     assert set(words.TargetOptions.__annotations__) == {
         name for options in target_options().values() for name in options
     }

@@ -44,7 +44,7 @@ def open_model(model: str | Path, config: Any = None, tokenizer: Any = None) -> 
     from bridge.sources.gguf.files import open_files
     from bridge.sources.gguf.tokenizer import tokenizer_files
     from bridge.sources.side_files import SideFiles
-    from bridge.sources.unsupported import one_checkpoint
+    from bridge.sources.weights.unsupported import one_checkpoint
 
     path, where = as_path(model), str(model)
     if path.is_dir():

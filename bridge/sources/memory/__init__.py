@@ -26,7 +26,7 @@ from bridge.sources.configs.diffusion import config_text, is_diffusion_model, wi
 from bridge.sources.configs.tokenizer_files import given_files
 from bridge.sources.live_models import loading
 from bridge.sources.source import SourceBase
-from bridge.sources.unsupported import quantized
+from bridge.sources.weights.unsupported import quantized
 
 if TYPE_CHECKING:  # it imports torch, which opening a directory must not
     from bridge.sources.checkpoint import HfSource

@@ -20,8 +20,8 @@ from bridge.core.dtypes import DTYPES, from_float32, to_float32
 from bridge.core.errors import SourceError
 from bridge.core.text import listed, named
 from bridge.quant.calibration import Calibration, Provenance
-from bridge.sources.unsupported import LOW_BIT
 from bridge.sources.weights.containers import Container
+from bridge.sources.weights.unsupported import LOW_BIT
 from bridge.tables.dialects.translate import Native, Translated
 from bridge.tables.expressions.regions import Block, Blocks
 

@@ -34,12 +34,12 @@ class InputRow:
     shared: bool = False
 
 
-def parse_inputs(file: TableFile, roles: Mapping[str, Role]) -> tuple[InputRow, ...]:
-    """Parse `[inputs]`; TableError if a role is unknown, of another kind or listed twice."""
+def parse_inputs(file: TableFile, roles: Mapping[str, Role], section: str = "inputs") -> tuple[InputRow, ...]:
+    """Parse `[inputs]` or `[reads]`; TableError if a role is unknown, of another kind or listed twice."""
     rows = []
     seen: set[str] = set()
-    for key, text in file.data.get("inputs", {}).items():
-        place = file.place("inputs", key)
+    for key, text in file.data.get(section, {}).items():
+        place = file.place(section, key)
         readers = tuple(part.strip() for part in key.split(","))
         for reader in readers:
             _role(reader, ("linear", "router", "recurrent", "head"), roles, place)
@@ -102,7 +102,7 @@ class Roles:
 
     `prune`: dims that can be cut, with the indices that each have a choice of their own.
     `one_of`: a layer has exactly one role of the set. `together`: it has all of them or none. `inputs`: the inputs of
-    matrices, unless a table gives others.
+    matrices, unless a table gives others. `reads`: matrix -> the norm that it reads, where `inputs` does not tell.
     """
 
     roles: Mapping[str, Role]
@@ -113,6 +113,7 @@ class Roles:
     one_of: Mapping[str, tuple[str, ...]]
     together: Mapping[str, tuple[str, ...]]
     inputs: tuple[InputRow, ...]
+    reads: Mapping[str, str]
     file: TableFile
 
     def indices(self, role: str) -> tuple[str, ...]:
@@ -129,7 +130,7 @@ def load_roles() -> Roles:
 
 def parse_roles(file: TableFile) -> Roles:
     """Parse the vocabulary."""
-    file.known_keys([*KINDS, "dims", "index", "per", "prune", "one_of", "together", "inputs"])
+    file.known_keys([*KINDS, "dims", "index", "per", "prune", "one_of", "together", "inputs", "reads"])
     dims = file.data["dims"]
     roles: dict[str, Role] = {}
     for kind in KINDS:
@@ -144,7 +145,8 @@ def parse_roles(file: TableFile) -> Roles:
     return Roles(
         roles, dims, file.data["index"], sets_of(file, "per", "index", file.data["index"]),
         sets_of(file, "prune", "index", file.data["index"]), sets_of(file, "one_of", "role", roles),
-        sets_of(file, "together", "role", roles), parse_inputs(file, roles), file,
+        sets_of(file, "together", "role", roles), parse_inputs(file, roles),
+        {reader: row.norm for row in parse_inputs(file, roles, "reads") for reader in row.readers}, file,
     )  # fmt: skip
 
 

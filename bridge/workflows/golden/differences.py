@@ -166,7 +166,7 @@ def _plan(before: Snapshot, after: Snapshot) -> Iterator[Difference]:
     if replace(a, rounding=a.rounding or b.rounding) == b:  # older goldens do not name it
         return
     parts = [f"rounding {a.rounding} -> {b.rounding}"] if a.rounding and a.rounding != b.rounding else []
-    for name in ("target", "architecture", "scheme", "scheme_digest"):
+    for name in ("target", "architecture", "scheme", "scheme_digest", "rotation"):
         one, other = getattr(a, name), getattr(b, name)
         if one != other:
             length = 12 if name.endswith("digest") else None

@@ -94,7 +94,8 @@ def converted(
         try:
             convert(
                 model, made.target, quant, folder / "out", calib=calib, kv=rerun.kv, group=rerun.group,
-                zero_points=rerun.zero_points, verify=False, progress=progress, **source, **options,
+                zero_points=rerun.zero_points, rotate=made.rotation or None, verify=False, progress=progress,
+                **source, **options,
             )  # fmt: skip
         except BaseException as error:  # what an interrupted conversion keeps goes with this directory
             drop_notes(error, folder)

@@ -62,8 +62,9 @@ class SnapshotReader:
         plan = self.plan
         words = sorted({rounding_words(step.format, step.coding.bound) for step in plan.quantized if step.format})
         made = Made(
-            plan.target, plan.architecture, plan.scheme, plan.scheme_digest, plan.digest, plan.options, "; ".join(words)
-        )
+            plan.target, plan.architecture, plan.scheme, plan.scheme_digest, plan.digest, plan.options,
+            "; ".join(words), plan.rotation,
+        )  # fmt: skip
         return Snapshot(made, tensors, self._file_hashes(), {id_: origin for origin, id_ in ids.items()}, samples)
 
     def statistics(self, keys: Iterable[Key]) -> dict[Key, Statistics]:

@@ -123,6 +123,7 @@ class Made:
     options: dict[str, Any]
     rounding: str = ""
     """The rules by which codes are chosen, as `describe.rounding_words` names them; "" in older goldens."""
+    rotation: str = later("")
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ class Golden:
         head = {
             "golden": VERSION,
             "digest": _digest(lines),
-            **asdict(self.snapshot.made),
+            **plain(self.snapshot.made),
             "rerun": plain(self.rerun),
             "reference": {name: getattr(self.reference, name) for name in ("ran", "tolerance", "not_run")},
             "versions": dict(sorted(self.versions.items())),

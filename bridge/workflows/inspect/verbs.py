@@ -25,6 +25,7 @@ from bridge.quant.schemes.scheme import Scheme
 from bridge.reporting.make import link_inspection
 from bridge.sources.opening import open_source
 from bridge.sources.pruned.opening import pruned_again
+from bridge.sources.rotated.opening import rotated
 from bridge.sources.source import Source
 from bridge.workflows.inspect.changes.simulation import as_written, formats_of, simulated
 from bridge.workflows.inspect.collect import Schemes
@@ -192,10 +193,12 @@ def _compare_written(
     model: Any, directory: Path, data: Any, sampling: Sampling, tokenizer: Any, passes: Passes, progress: Progress
 ) -> Inspection:
     """Compare an output with its source."""
+    from bridge.targets.manifest import load_manifest
     from bridge.workflows.inspect.side_by_side import side_by_side
     from bridge.workflows.inspect.written_model import load_written, plan_of_output
 
-    source = pruned_again(open_source(model, tokenizer=tokenizer), directory)
+    rotation = load_manifest(directory).plan.rotation
+    source = rotated(pruned_again(open_source(model, tokenizer=tokenizer), directory), rotation or None)
     plan = plan_of_output(directory, source)
     made = _data_of(source, data, sampling)
     progress(0, 2, "load")

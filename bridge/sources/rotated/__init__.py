@@ -1,0 +1,1 @@
+"""Models whose residual stream and heads are rotated while they are read."""
