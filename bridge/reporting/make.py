@@ -23,6 +23,7 @@ from bridge.reporting.loading import loadings
 from bridge.reporting.model_card import add_engines, add_section
 from bridge.reporting.page import render
 from bridge.reporting.report import Report, report_from_dict
+from bridge.sources.side_files import OWN_TOKENIZER
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from bridge.verification.verify import Proof
 
 INSPECTION_PAGE = "inspect.html"
+SPEAKING = ("hf", "mlx", "ort")  # targets whose commands turn text into tokens
+NO_TOKENIZER = "needs a tokenizer, which the source lacks: copy its files, or give tokenizer= (--tokenizer)"
 
 
 def make_report(
@@ -46,6 +49,9 @@ def make_report(
         policies[f"{applied.module} {applied.what}"] = f"{applied.case}: {applied.policy} ({applied.value:g})"
     tied = {alias: f"tied to {name}" for alias, name in plan.tied.items()}
     kept = {step.outputs[0].spec.name: step.kept for step in plan.steps if step.kept and step.site}
+    statistics = directory / CALIBRATION  # lies there too, and no program loads it
+    command = source.served(target.next_command(plan))
+    mute = command and plan.target in SPEAKING and not any((directory / name).exists() for name in OWN_TOKENIZER)
     return Report(
         out=str(out),
         plan_digest=plan.digest,
@@ -53,9 +59,7 @@ def make_report(
         scheme=plan.scheme,
         tensors=len(plan.outputs),
         quantized=len(plan.quantized),
-        bytes=sum(
-            path.stat().st_size for glob in target.loads for path in directory.glob(glob) if path.name != CALIBRATION
-        ),
+        bytes=sum(path.stat().st_size for glob in target.loads for path in directory.glob(glob) if path != statistics),
         source_bytes=sum(spec.nbytes for spec in plan.sources.values()),
         seconds={name: round(value, 3) for name, value in seconds.items()},
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
@@ -77,7 +81,8 @@ def make_report(
         experts=summary.coverage(calibration),
         advice=summary.advice(plan, parity),
         programs=loadings(plan),
-        next=source.served(target.next_command(plan)),
+        next=command,
+        lacks=NO_TOKENIZER if mute else "",
         inspect=inspect_command(plan, source),
         pruning=source.summary,
         distillation=source.distillation,

@@ -104,8 +104,9 @@ class Report(Displayed):
     `skipped` maps names to the reason why they were not copied, quantized or run; `policies` maps tensors to the policy
     that replaced a zero, non-finite or never-seen amax. `made_from` is the provenance; `dtypes` has (dtype, bytes in
     the source, bytes written). `parity` is empty if nothing was compared. `programs`: which of them load the output.
-    `next`: a command that uses the output, which lies at `{out}`; `inspect`: one that inspects it; `inspected`: its
-    page, if it was run, from the output's directory. `pruning`, `distillation`: what came before, or None.
+    `next`: a command that uses the output, which lies at `{out}`, and what it `lacks`; `inspect`: one that inspects it;
+    `inspected`: its page, if it was run, from the output's directory. `pruning`, `distillation`: what came before, or
+    None.
 
     >>> import json, bridge
     >>> report = bridge.convert("examples/models/tiny-llama", "hf", "int8_wo", "reported")
@@ -140,6 +141,7 @@ class Report(Displayed):
     advice: tuple[Advice, ...] = ()
     programs: tuple[Loading, ...] = ()
     next: str = ""
+    lacks: str = ""
     inspect: str = ""
     inspected: str = ""
     pruning: Pruning | None = None
@@ -286,7 +288,8 @@ def report_lines(report: Report) -> list[Text]:
         *(line("engine", note) for note in report.notes if fnmatch(note.partition(": ")[0], ENGINES[0])),
     ]
     loads = loading_line(report.programs) if report.passed else ""  # what failed is not for any program
-    return lines + [line(name, text) for name, text in (("loads in", loads), ("next", report.command)) if text]
+    command = report.command + f"  # {report.lacks}" * bool(report.lacks and report.command)
+    return lines + [line(name, text) for name, text in (("loads in", loads), ("next", command)) if text]
 
 
 def report_table(report: Report, verbose: bool = True) -> RenderableType:

@@ -12,7 +12,9 @@ from huggingface_hub import ModelCard
 import bridge
 from bridge.reporting.card_metadata import metadata, pipeline, with_metadata
 from bridge.reporting.model_card import BEGIN, END, section, with_section
+from bridge.reporting.report import Report, cost, report_lines
 from bridge.targets.tasks import tasks
+from bridge.verification.parity import Evaluation
 from tests.cli.test_show import full
 from tests.models.sources_made import made_llama
 
@@ -127,13 +129,34 @@ def test_tasks_have_the_words_of_the_hub(task: str) -> None:
         assert pipeline(f"A{ending}") in {*PIPELINES.split(), ""}, ending
 
 
+def full_with_cost() -> Report:
+    """The same after an evaluation."""
+    found = Evaluation(1234, 512, 0.1, 0.01, 0.1, 0.01, 0.9, 11.0, 10.0, "float32")
+    return dataclasses.replace(full(), parity=dataclasses.replace(full().parity, evaluation=found))
+
+
 def test_a_card_has_the_name_the_command_and_the_figures_with_their_tokens(tmp_path: Path) -> None:
     report = bridge.convert(TINY, "hf", "fp8", tmp_path / "any-name")
     card = (tmp_path / "any-name" / "README.md").read_text()
     assert "\n# tiny-llama-fp8-hf\n" in card and "vllm serve tiny-llama-fp8-hf" in card, card
-    first = report.parity.outputs
-    assert (f"Measured on {first[0].positions:,} tokens" in card) if first else "Measured" not in card
-    bridge.verify(tmp_path / "any-name", TINY)
-    said = section(dataclasses.replace(full()))
+    loaded = [tmp_path / "any-name" / name for name in ("model.safetensors", "config.json")]
+    assert report.bytes == sum(path.stat().st_size for path in loaded)
+    assert f"Cost: `{cost(report)}`." in card and "Measured" not in card
+    said = section(full())
     assert f"Measured on {full().parity.outputs[0].positions:,} tokens" in said
+    evaluated = full_with_cost()
+    assert f"Cost: `{cost(evaluated)}`." in section(evaluated) and "1,234 tokens" in cost(evaluated)
     assert card.count("# tiny-llama-fp8-hf") == 1
+
+
+@pytest.mark.parametrize("target", ["hf", "gguf"])
+def test_a_command_that_needs_a_tokenizer_says_that_there_is_none(target: str, tmp_path: Path) -> None:
+    (tmp_path / "mute").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "mute" / name).write_bytes((TINY / name).read_bytes())
+    said = {}
+    for source in (TINY, tmp_path / "mute"):
+        quant = "int8_wo" if target == "hf" else "q8_0"
+        report = bridge.convert(source, target, quant, tmp_path / f"{source.name}-out", verify=False)
+        said[source.name] = [str(line) for line in report_lines(report) if "needs a tokenizer" in str(line)]
+    assert said[TINY.name] == [] and bool(said["mute"]) is (target == "hf")  # llama-server reads GGUF's own

@@ -7,8 +7,7 @@ import time
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
-from bridge.core.progress import BYTES
-from bridge.core.text import number, size
+from bridge.core.text import number
 from bridge.reporting.columns import Columns, coloured
 from bridge.workflows.batch.report import BatchReport
 from bridge.workflows.batch.values import Event, Outcome, line
@@ -53,15 +52,9 @@ class Table:
 
     def _render(self) -> RenderableType:
         now = time.monotonic()
-        rows = [_cells(event, now - since) for event, since in list(self._running.values())]
+        running = list(self._running.values())
+        rows = [(event.name, event.stage, event.share, f"{now - since:.0f}") for event, since in running]
         return Group(
             *([Columns(RUNNING, rows, right=(2, 3))] if rows else []),
             f"{self._all - self._left} of {number(self._all, 'row')}",
         )
-
-
-def _cells(event: Event, seconds: float) -> tuple[str, ...]:
-    done = f"{event.done / event.total:.0%}" if event.total else ""
-    if event.total and event.stage in BYTES:
-        done = f"{size(event.done)} of {size(event.total)}"
-    return event.name, event.stage, done, f"{seconds:.0f}"

@@ -11,6 +11,8 @@ from bridge.core.text import number
 from bridge.workflows.batch.report import BatchReport
 from bridge.workflows.batch.values import Event, Outcome, line
 
+EVERY = 30.0  # seconds between two lines on a running job
+
 
 class Observer(Protocol):
     """Called with what happens, in the caller's thread."""
@@ -47,12 +49,12 @@ class Counted:
 
 
 class Lines:
-    """Writes a line when a job starts and when it ends, for output that is not a terminal."""
+    """Writes a line when a job starts, every half minute while it runs, and when it ends: for no terminal."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
         self._begin = time.monotonic()
-        self._seen: set[str] = set()
+        self._said: dict[str, float] = {}  # when a line on a running job was written last
 
     def begin(self, report: BatchReport) -> None:
         kept = sum(outcome.kept for outcome in report.outcomes.values())
@@ -64,9 +66,10 @@ class Lines:
                 self._say(line(outcome))
 
     def event(self, event: Event) -> None:
-        if event.name not in self._seen:
-            self._seen.add(event.name)
-            self._say(f"{event.name}: started")
+        now, said = time.monotonic(), self._said.get(event.name)
+        if said is None or now - said >= EVERY:
+            self._said[event.name] = now
+            self._say(f"{event.name}: " + ("started" if said is None else f"{event.stage} {event.share}".strip()))
 
     def ended(self, outcome: Outcome) -> None:
         self._say(line(outcome))

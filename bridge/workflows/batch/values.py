@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from bridge.core.progress import BYTES
 from bridge.core.text import size
 
 # How a job ends. BELOW: written, but a gate of parity failed. PLANNED: a dry run would run this row.
@@ -92,6 +93,13 @@ class Event:
     stage: str
     done: int = 0
     total: int = 0
+
+    @property
+    def share(self) -> str:
+        """How far the stage is: "40%", of bytes "1.2 GB of 3 GB"; "" if nobody knows."""
+        if self.total and self.stage in BYTES:
+            return f"{size(self.done)} of {size(self.total)}"
+        return f"{self.done / self.total:.0%}" if self.total else ""
 
 
 Watch = Callable[[Event], None]

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 import bridge
 from bridge.core.errors import BatchError, UsageError, WriteError
 from bridge.workflows.batch.manifest.read import read_manifest
+from bridge.workflows.batch.observers import Lines
 from bridge.workflows.batch.report import BatchReport
 from bridge.workflows.batch.run import BatchOptions, run
 from bridge.workflows.batch.values import BELOW, DONE, FAILED, PLANNED, Event, Outcome
@@ -327,6 +328,24 @@ def test_the_command_says_how_rows_ended_by_its_exit_code(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_a_long_row_tells_every_half_minute_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, now = list[str](), [0.0]
+    monkeypatch.setattr("bridge.workflows.batch.observers.time.monotonic", lambda: now[0])
+    lines = Lines(said.append)
+    for at, event in (
+        (0, Event("a", "plan")), (1, Event("a", "calibrate", 1, 100)), (29, Event("a", "calibrate", 20, 100)),
+        (31, Event("a", "calibrate", 21, 100)), (40, Event("a", "weights", 1 << 20, 2 << 20)),
+        (62, Event("a", "weights", 3 << 19, 2 << 20)),
+    ):  # fmt: skip
+        now[0] = at
+        lines.event(event)
+    assert [line.partition(" s  ")[2] for line in said] == [
+        "a: started",
+        "a: calibrate 21%",
+        "a: weights 1.57 MB of 2.1 MB",
+    ]
+
+
 def test_one_calibration_serves_all_targets_and_changes_nothing(tmp_path: Path) -> None:
     """Weights, config and calibration are those of `convert` alone, and outputs are compared as it does."""
     text = f'[[matrix]]\nmodel = "{TINY}"\ntarget = ["hf", "tripy", "trtllm"]\nquant = "fp8"\n'
