@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bridge.core.dtypes import DTYPES
 from bridge.core.errors import TableError
 from bridge.core.mappings import mappings, read_table
-from bridge.core.values import AFFINE, EITHER
+from bridge.core.values import EITHER, code_bits
 from bridge.planning.contracts import Contract, Runtime
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
@@ -19,19 +18,18 @@ from bridge.targets import load_target, make_options
 MOST = 8  # schemes of a list at first sight
 
 
-def code_bits(scheme: Scheme) -> int:
+def bits_of(scheme: Scheme) -> int:
     """Bits of the codes of its weights."""
-    dtype = scheme.weight[0].dtype
-    return AFFINE.get(dtype) or DTYPES[dtype].bits
+    return code_bits(scheme.weight[0].dtype)
 
 
 # What a user may want of a program, and which schemes are that.
 PURPOSES: Mapping[str, Callable[[Scheme], bool]] = {
-    "8-bit weights": lambda s: code_bits(s) == 8 and s.input is None,
-    "8-bit weights and inputs": lambda s: code_bits(s) == 8 and s.input is not None,
-    "4-bit weights, no data": lambda s: code_bits(s) == 4 and s.input is None and not s.needs_calibration,
-    "4-bit weights, calibrated": lambda s: code_bits(s) == 4 and s.input is None and s.needs_calibration,
-    "4-bit weights, 4- or 8-bit inputs": lambda s: code_bits(s) == 4 and s.input is not None,
+    "8-bit weights": lambda s: bits_of(s) == 8 and s.input is None,
+    "8-bit weights and inputs": lambda s: bits_of(s) == 8 and s.input is not None,
+    "4-bit weights, no data": lambda s: bits_of(s) == 4 and s.input is None and not s.needs_calibration,
+    "4-bit weights, calibrated": lambda s: bits_of(s) == 4 and s.input is None and s.needs_calibration,
+    "4-bit weights, 4- or 8-bit inputs": lambda s: bits_of(s) == 4 and s.input is not None,
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from bridge.api.advice import code_bits, recommended
+from bridge.api.advice import bits_of, recommended
 from bridge.api.words import KvName, RotationName, SchemeName, TargetName, TargetOptions
 from bridge.core.errors import BridgeError, PlanError, SchemeError, SourceError, UsageError
 from bridge.core.machine import without_collection
@@ -226,13 +226,14 @@ def planned_hints(
 
     quant: the scheme and the KV cache that were asked for.
     """
-    asked, kv = quant[0] if quant[0] != "none" else None, quant[1]
+    asked, kv = quant[0] if isinstance(quant[0], str) and not quant[0].endswith(".toml") else None, quant[1]
+    asked = None if asked == "none" else asked
     try:
         yield
     except (PlanError, SchemeError) as error:
         program, contracts = contracts_of(target, options, runtime)
-        wanted = code_bits(load_scheme(asked)) if asked and layout_of(asked) is None else 4
-        names = sorted(recommended(program), key=lambda n: code_bits(load_scheme(n)) != wanted) if contracts else []
+        wanted = bits_of(load_scheme(asked)) if asked and layout_of(asked) is None else 4
+        names = sorted(recommended(program), key=lambda n: bits_of(load_scheme(n)) != wanted) if contracts else []
         fits: list[str] = []
         for name in names if asked else ():
             try:

@@ -298,7 +298,7 @@ def given_calibration(
         return None
     from bridge.calibration.modelopt import fingerprint
 
-    if (before := calib.provenance.rotation) != source.rotation and calib.provenance.model:
+    if (before := calib.provenance.rotation) != source.rotation:
         raise CalibrationError(
             f"the calibration was made for weights with {rotation_words(before)}, and this conversion has "
             f"{rotation_words(source.rotation)}; calibrate with the same rotate= (--rotate)"

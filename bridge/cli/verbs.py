@@ -196,6 +196,8 @@ def sensitivity(terminal: Terminal, out: Path | None, overwrite: bool, **given: 
     from bridge.api.sensitivity.budget import is_automatic
     from bridge.core.output.directory import check_file_free
 
+    if given["ranking"] is not None:
+        check_file_free(Path(given["ranking"]), overwrite, "a ranking", ".json")
     if out is not None:
         if given["budget"] is None and not is_automatic(given["quant"]):
             raise UsageError(f"--out {out}: a recipe needs --budget, for example 6.5bits or kl=0.01")

@@ -117,6 +117,15 @@ OURS = (*BY_SIGN, WEIGHTED)  # which may be weighted by an importance matrix, an
 AFFINE = {"affine2": 2, "affine3": 3, "affine4": 4, "affine5": 5, "affine6": 6, "affine8": 8}
 
 
+def code_bits(dtype: str) -> int:
+    """The bits of a code.
+
+    >>> code_bits("affine3"), code_bits("int4")
+    (3, 4)
+    """
+    return AFFINE.get(dtype) or DTYPES[dtype].bits
+
+
 @dataclass(frozen=True)
 class Numeric:
     """A number format: the dtype of the codes and the values that share a scale.

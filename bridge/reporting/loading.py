@@ -13,7 +13,7 @@ from bridge.targets import load_target
 INSTEAD = "; write "
 LOADING = ("program", "loads it", "known by, or why not")
 SHOWN = 3  # programs of a line; a table has all
-# Whom most users ask about comes first; the others are in the order of their names.
+# Programs that most users ask about come first, the others by name.
 FIRST = ("vllm", "sglang", "transformers", "trtllm", "llama.cpp", "mlx", "onnxruntime", "tensorrt-rtx")
 KNOWN = {"run": "yes", "built": "yes, by its compiler", "read": "yes, by its source", "no": "no"}
 

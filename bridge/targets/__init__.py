@@ -95,6 +95,8 @@ def make_options(target: Target, arguments: dict[str, Any], of_verbs: Callable[[
     for name, value in arguments.items():
         if name not in known:
             if (meant := near(name, of_verbs(), LIKE_AN_ARGUMENT)) and not near(name, known):
+                if meant == name:
+                    raise UsageError(f"{name!r} is an argument of convert, and no option of target {target.name}")
                 raise UsageError(
                     f"{name!r} is neither an argument nor an option of target {target.name}; did you mean {meant!r}?"
                 )

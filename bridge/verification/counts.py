@@ -13,6 +13,7 @@ import numpy as np
 
 from bridge.core.dtypes import FLOATS
 from bridge.core.text import pattern
+from bridge.core.values import EITHER
 from bridge.planning.plan import Output, Step
 from bridge.quant.codec.arrays import Array, amax_of
 from bridge.quant.schemes.scheme import has_tensor_scale
@@ -25,10 +26,10 @@ FINITE = "compared tensors without NaN or infinity"
 NEAREST = "codes rounded to nearest in the weight's dtype"
 CHOSEN = "codes that are those that calibration chose"
 REPEATED = "codes searched again with their importance, the same"
-USABLE = "scales finite and above zero"
+USABLE, SIGNED = "scales finite and above zero", "scales of either sign, finite and not zero"
 EQUAL = "unquantized tensors identical to the source"
 SHARED = "groups that share a scale, equal in the files"
-ORDER = (COMPARED, FINITE, NEAREST, CHOSEN, REPEATED, USABLE, EQUAL, SHARED)
+ORDER = (COMPARED, FINITE, NEAREST, CHOSEN, REPEATED, USABLE, SIGNED, EQUAL, SHARED)
 MADE_OF_WEIGHTS = ("weight", "scale", "scale_2", "bias")
 
 
@@ -52,7 +53,8 @@ class Counts:
             compensated = step.format is not None and step.format.compensated
             self._add(CHOSEN if compensated else NEAREST, codes - sums.not_nearest, codes)
             self._add(REPEATED, sums.repeated - sums.not_repeated, sums.repeated)
-            self._add(USABLE, sums.scales.count - sums.scales.unusable, sums.scales.count)
+            signed = step.format is not None and step.format.weight[0].search == EITHER
+            self._add(SIGNED if signed else USABLE, sums.scales.count - sums.scales.unusable, sums.scales.count)
             self._scales[kind] = self._scales.get(kind, ScaleStats()) + sums.scales
 
     def plain(self, finite: bool, equal: bool) -> None:

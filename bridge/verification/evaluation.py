@@ -1,6 +1,6 @@
 """Measure what a written language model costs against its source.
 
-KL divergence over the whole vocabulary, next-token losses of both, and how often both foresee the same token.
+KL divergence over the whole vocabulary, next-token losses of both, and how often both predict the same token.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import numpy as np
 
 from bridge.calibration.data.windows import POSITIONS, enough, evaluated_windows
 from bridge.calibration.reference_outputs import PIECE, divergence, proving
-from bridge.core.dtypes import DTYPES
-from bridge.core.errors import CannotRun
+from bridge.core.errors import CannotRun, VerifyError
 from bridge.core.machine import available_memory, returning_pages
 from bridge.core.progress import Progress, no_progress
-from bridge.core.values import AFFINE
+from bridge.core.values import code_bits
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration, HeldOut
 from bridge.quant.schemes.bounds import divergence_bound
@@ -29,7 +28,6 @@ from bridge.verification.parity import Evaluation
 if TYPE_CHECKING:
     from bridge.calibration.source_logits import Logits
 
-WORST = 99.0  # nats that stand for infinity in a report
 Batch = Mapping[str, np.ndarray]
 Run = Callable[[Batch], Any]
 
@@ -111,7 +109,7 @@ def judged(found: Evaluation, plan: Plan) -> Evaluation:
     codes = [step.format.weight[0].dtype for step in plan.quantized if step.format]
     if not codes:
         return found
-    bound = divergence_bound(plan.scheme, min(AFFINE.get(dtype) or DTYPES[dtype].bits for dtype in codes))
+    bound = divergence_bound(plan.scheme, min(map(code_bits, codes)))
     why = "" if found.kl <= bound else f"KL {found.kl:.3g} is above {bound:.2g} nats a token"
     return replace(found, bound=bound, passed=not why, why=why)
 
@@ -146,8 +144,10 @@ def _piece(plain: Any, other: Any, targets: Any) -> np.ndarray:
     p, q = (torch.log_softmax(logits.double(), -1) for logits in (plain, other))
     chosen = [-logs.gather(-1, targets[:, None])[:, 0] for logs in (p, q)]
     found: np.ndarray = torch.stack([divergence(p, q), *chosen, same.double()]).numpy()
-    finite: np.ndarray = np.nan_to_num(found, nan=WORST, posinf=WORST)
-    return finite
+    if not np.isfinite(found).all():
+        whose = "the source's" if not bool(torch.isfinite(p).all()) else "its"
+        raise (CannotRun if whose != "its" else VerifyError)(f"{whose} outputs are NaN or infinite on the text")
+    return found
 
 
 def _mean(counts: np.ndarray, sums: np.ndarray) -> tuple[float, float]:
@@ -180,7 +180,7 @@ def candidate(
     try:
         said = "" if decoded else quantize_inputs(model, plan, calibration, source)
     except CannotRun as error:
-        why = f"inputs were evaluated unquantized: {error}"
+        said, why = "inputs not quantized", f"inputs were evaluated unquantized: {error}"
     run = proving(model)
 
     def run_torch(batch: Batch) -> Any:

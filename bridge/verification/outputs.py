@@ -98,8 +98,8 @@ def output_parity(
     centred = runtime.outputs[0] == LOG_PROBABILITIES or (limits.centred and predicts)
     answers: list[np.ndarray] = []
     losses: list[tuple[float, int]] = []
+    stage = f"run in {getattr(runtime, 'program', 'torch' if hasattr(runtime, 'model') else 'ONNX Runtime')}"
     if run_last:
-        stage = f"run in {getattr(runtime, 'program', 'ONNX Runtime')}"
         first, references = _of_prefixes(
             run_last, runtime.outputs[0], references, lambda done, of: progress(done, of, stage)
         )
@@ -114,7 +114,7 @@ def output_parity(
         if references.source_perplexity is not None:
             losses.append(next_token_loss(first, batch))
         del out, first  # before the next ones are made
-        progress(at + 1, len(references.inputs), "run in ONNX Runtime")
+        progress(at + 1, len(references.inputs), stage)
     if centred:
         answers = [_centered(answers[0])]
         references = replace(references, source=_centered(references.source), quantized=_centered(references.quantized))
@@ -155,16 +155,16 @@ def of_first_tokens(references: HeldOut, tokens: int) -> HeldOut:
 
 
 def with_evaluation(
-    outputs: tuple[OutputParity, ...], evaluation: Evaluation | None, gated: bool
+    outputs: tuple[OutputParity, ...], evaluation: Evaluation | None, judges: bool
 ) -> tuple[OutputParity, ...]:
-    """The same with the perplexities of an evaluation, which rests on more tokens; it judges them unless `gated`."""
+    """The same with the perplexities of an evaluation, which rests on more tokens. `judges`: in place of the gate."""
     if evaluation is None:
         return outputs
     rows = []
     for row in outputs:
         if row.reference == "source":
             row = replace(row, perplexity=evaluation.perplexity, reference_perplexity=evaluation.source_perplexity)
-            row = row if gated or not evaluation.bound else replace(row, passed=True, why="")
+            row = replace(row, passed=True, why="") if judges and evaluation.bound else row
         else:
             row = replace(row, perplexity=None, reference_perplexity=None)
         rows.append(row)

@@ -64,7 +64,7 @@ class Evaluation:
 
     `tokens`: positions that were scored, in rows of at most `window`. `kl`: nats a token over the whole vocabulary,
     from the source; `difference`: of the mean next-token losses, written less source. `_error`: their standard errors
-    over rows. `agreement`: the share of positions where both foresee the same token. `computed`: how it ran. `few`:
+    over rows. `agreement`: the share of positions where both predict the same token. `computed`: how it ran. `few`:
     the text has fewer positions than wanted. `bound`: the most KL that the scheme may have, 0 without; `why`: that it
     has more.
     """

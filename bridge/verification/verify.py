@@ -125,18 +125,18 @@ def _run(
     limits = Limits(float_error(plan), error_factor(plan), centred=not old)
     outputs = output_parity(runtime, references, manifest.output_gate, quantized, progress, limits, last)
     layers = target.layer_errors(directory, plan, source, references.inputs[0], runtime) if quantized else ()
-    evaluation = None
+    evaluation, decodes = None, hasattr(runtime, "decoded")  # then another program than its own is evaluated
     if reference:
         evaluation, not_run = _evaluated(runtime, plan, statistics, source, reference, progress)
         evaluation = replace(evaluation, passed=True, why="") if evaluation and old else evaluation
-        outputs = with_evaluation(outputs, evaluation, old)
+        outputs = with_evaluation(outputs, evaluation, judges=not old and not decodes)
         if evaluation and evaluation.tokens < (check.evaluate or 0):
             not_run.append(f"{check.evaluate:,} tokens were asked for, and the text has {evaluation.tokens:,}")
     not_run += _reservations(outputs, quantized, runtime.substitute)
     findings = []
     if source.kept and not quantized:
         findings = _against_whole(cast("PrunedSource", source), references.inputs[0])
-    ran = f"{number(outputs[0].positions, 'position')} in {runtime.program}" if hasattr(runtime, "decoded") else ""
+    ran = f"{number(outputs[0].positions, 'position')} in {runtime.program}" if decodes else ""
     ran += f"; KL and perplexity: {DECODED}" if ran and evaluation else ""
     parity = Parity(
         outputs=outputs, layers=layers, not_run=tuple(not_run), substitute=runtime.substitute, evaluation=evaluation,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bridge.api.advice import read_advice
+from bridge.api.advice import best_of, read_advice
 from bridge.core.mappings import mappings, read_table
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import Runtime
@@ -52,13 +52,14 @@ def _title() -> str:
 
 
 def _schemes() -> Iterator[tuple[str, str]]:
-    """The words of each pair of formats that is a scheme of its own, and the first scheme that has it."""
-    seen = set()
+    """The words of each pair of formats that is a scheme of its own, and the scheme that has it with the least KL."""
+    alike: dict[str, list[str]] = {}
     for name in scheme_names():
         words = {contract_words(format_) for format_ in load_scheme(name).formats}
-        if len(words) == 1 and not words <= seen:
-            seen |= words
-            yield words.pop(), name
+        if len(words) == 1:
+            alike.setdefault(words.pop(), []).append(name)
+    for pair, names in alike.items():
+        yield pair, best_of(names) or names[0]
 
 
 def _multiplied(formats: list[str], architecture: str) -> Iterator[str]:

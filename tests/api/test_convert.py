@@ -169,7 +169,7 @@ def test_a_calibration_that_lacks_what_the_plan_needs_is_refused(calibration: Pa
 
 def test_a_calibration_of_another_model_is_refused(calibration: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        CalibrationError, match=r"differ from those of .* in name, shape or dtype; calibrate this model"
+        CalibrationError, match=r"for another model .* differ in name, shape or dtype; calibrate this model"
     ):
         bridge.convert(MODELS / "tiny-gpt2", "trt", "fp8", tmp_path / "out", calib=calibration)
 

@@ -86,7 +86,7 @@ def test_draft_layers_are_left_out_with_the_stream_and_kept_with_the_heads(tmp_p
     plan = bridge.plan(tmp_path / "model", "hf", rotate="hadamard")
     assert drafts.keys() <= plan.dropped.keys()
     assert any("reads the stream as it was" in plan.dropped[name] for name in drafts)
-    assert any("promises 1 draft layer, of which the source has no tensor" in note for note in plan.notes)
+    assert any("declares 1 draft layer, but the source has no tensors of it" in note for note in plan.notes)
     kept = bridge.plan(tmp_path / "model", "hf", rotate="hadamard:heads")
     assert drafts.keys() <= {output.spec.name for output in kept.outputs}
 

@@ -209,7 +209,7 @@ def test_codes_of_another_rounding_are_refused(model: Any, calibration: Calibrat
     options = {"calib": calibration, "format": "compressed-tensors", "verify": False, "progress": False}
     with pytest.raises(
         CalibrationError,
-        match=r"codes of gptq int4 block 128 with scales of either sign, and .* calibrate for",
+        match=r"is for gptq int4 block 128 with scales of either sign, and .* calibrate for",
     ):
         bridge.convert(model, "hf", scheme, tmp_path / "out", **options)
 

@@ -221,7 +221,7 @@ def test_wrong_steps_and_another_codes_are_refused(model: Any, calibration: Cali
             load_scheme(tmp_path / "own.toml")
     (tmp_path / "own.toml").write_text('base = "int4:signround"\n[options]\nsteps = 20\n')
     assert dict(load_scheme(tmp_path / "own.toml").options)["steps"] == 20
-    with pytest.raises(CalibrationError, match=r"codes of signround int4 block 32 .* calibrate for"):
+    with pytest.raises(CalibrationError, match=r"is for signround int4 block 32 .* calibrate for"):
         bridge.convert(
             model, "hf", scheme(rule="int4:gptq"), tmp_path / "out", calib=calibration, format="awq", progress=False
         )

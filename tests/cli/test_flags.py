@@ -117,8 +117,6 @@ def test_a_misspelled_argument_finds_the_right_one() -> None:
             verb("examples/models/tiny-llama", "hf", "fp8", **wrong)
     with pytest.raises(UsageError, match="nearest: shard_size"):
         bridge.plan("examples/models/tiny-llama", "hf", "fp8", **{"shard_sze": "5GB"})  # type: ignore[misc]
-    for other in (bridge.calibrate, bridge.verify, bridge.inspect):
-        with pytest.raises(
-            TypeError, match=r"\(\) has no argument 'smaples'; known: .*; nearest: samples|known: against"
-        ):
+    for other in (bridge.calibrate, bridge.inspect):
+        with pytest.raises(TypeError, match=r"\(\) has no argument 'smaples'; known: .*; nearest: samples"):
             other("examples/models/tiny-llama", "fp8", **wrong)

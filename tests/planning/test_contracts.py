@@ -345,7 +345,10 @@ def test_sglang_does_not_read_what_it_fuses_if_it_stays_unquantized(format_: str
     kept = recipe(tmp_path, "int4_wo", 'modules = ["*.mlp.*"]\nquant = "none"')
     plan = bridge.plan(TINY, "hf", kept, format=format_)
     answer = verdict(load_runtime("sglang"), plan)
-    assert answer.how == "no" and "mlp.up_proj: stays unquantized beside quantized modules" in answer.why_not
+    assert (
+        answer.how == "no"
+        and "mlp.up_proj: is unquantized, and the program fuses it with quantized modules" in answer.why_not
+    )
     assert verdict(load_runtime("vllm"), plan).how == "run"
 
 
@@ -365,7 +368,8 @@ def test_a_quantized_head_is_read_where_a_run_shows_it(tmp_path: Path) -> None:
     assert verdict(load_runtime("vllm"), plan).how == "run"
     assert "lm_head: no run and no source shows" in verdict(load_runtime("sglang"), plan).why_not
     other = bridge.plan(TINY, "hf", head, format="compressed-tensors")
-    assert verdict(load_runtime("vllm"), other).how == "no"
+    assert verdict(load_runtime("vllm"), other).how == "run"
+    assert "lm_head: no run and no source shows" in verdict(load_runtime("transformers"), other).why_not
 
 
 def test_sglang_passes_over_kv_scales_of_qwen3() -> None:

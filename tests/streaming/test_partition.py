@@ -164,7 +164,7 @@ def test_a_process_that_was_given_up_writes_nothing_into_what_came_after(tmp_pat
         before = bytes_of(work.directory)
         lost = replace(mine, work=Work(work.directory, {}, io.StringIO(), "the run that was given up"))
         partition = Partition(("/".join(conversion.plan.steps[0].outputs[0].key),), {})
-        with pytest.raises(WriteError, match="another run's"):
+        with pytest.raises(WriteError, match="another run has taken over"):
             run_partition(lost, work.directory, partition)
         assert bytes_of(work.directory) == before
 

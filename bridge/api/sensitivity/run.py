@@ -33,6 +33,7 @@ from bridge.core.errors import (
     warn,
 )
 from bridge.core.output.directory import check_file_free
+from bridge.core.output.temporary import write_whole
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.text import byte_count, size
@@ -86,7 +87,7 @@ def sensitivity(
             from one forward and backward run on the calibration data; they are not in nats. "block" takes the relative
             squared error of the output of the unit's block; only where the whole model fits is the choice measured.
         memory: bytes that the run may take, or "24GB"; None takes most of what is free.
-        ranking: a JSON file for what was measured, written before a recipe is chosen.
+        ranking: a JSON file for what was measured, written before a recipe is chosen; an existing one is replaced.
         compute: "fp32" runs the model in float32. None keeps its dtype, but for method "kl" on a CPU without
             instructions for bfloat16, which takes float32 if the memory allows it.
 
@@ -117,8 +118,6 @@ def sensitivity(
     kept = None if ranking is None else Path(ranking)
     if kept:
         check_file_free(kept, True, "a ranking", ".json")
-        if kept.exists():
-            raise UsageError(f"{kept}: exists already; choose another name for the ranking")
     job = make_job(open_source(model, config, tokenizer), question, place)
     prepared = request.data_of(job.source, data, Sampling(samples, sequence, field))
     return measured(job, prepared, device, callback_of(progress), limit, kept, compute)
@@ -155,7 +154,7 @@ def measured(
     result = _result(job, data, found, notes)
     if kept:
         try:
-            kept.write_text(result.to_json(), encoding="utf-8")
+            write_whole(kept, result.to_json().encode())
         except OSError as cause:
             raise WriteError(f"{kept}: the ranking cannot be written: {reason(cause)}") from cause
     if not job.budget:

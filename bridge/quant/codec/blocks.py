@@ -158,12 +158,3 @@ def _half(numeric: Numeric, stored: tuple[int, ...], axis: int, name: str) -> in
             "keep this weight in its dtype or choose an 8-bit scheme"
         )
     return stored[axis] // 2
-
-
-def code_bits(dtype: str) -> int:
-    """The bits of a code.
-
-    >>> code_bits("affine3"), code_bits("int4")
-    (3, 4)
-    """
-    return AFFINE.get(dtype) or DTYPES[dtype].bits

@@ -10,8 +10,9 @@ from functools import cache
 from bridge.quant.schemes.quality import REAL, read_quality
 
 # Another model, of 270 M parameters, had 0.65 to 1.34 times the largest KL of SmolLM2 in the seven schemes of both.
-FACTOR = 3.0
+FACTOR = 2.0
 LEAST = 0.05  # nats: a cost of 5 % of perplexity is no damage
+MOST = 1.5  # nats: a model that answers 4 times as surprised is not worth its bits, whatever was measured
 BY_BITS = (4, 8)  # bits whose largest measured KL stands for schemes without a row
 A_BIT = 4.0  # the square of an error, and so the KL, falls by this with each bit
 
@@ -25,12 +26,9 @@ def divergence_bound(scheme: str, bits: int) -> float:
     """
     rows = read_quality()
     measured = [quality.kl for model, quality in rows.get(scheme, {}).items() if model in REAL and quality.kl]
-    if measured:
-        return max(LEAST, FACTOR * max(measured))
     low, high = (_largest(count) for count in BY_BITS)
-    if bits >= BY_BITS[1]:
-        return max(LEAST, FACTOR * high)
-    return max(LEAST, FACTOR * high, FACTOR * low * A_BIT ** (BY_BITS[0] - bits))
+    by_bits = high if bits >= BY_BITS[1] else max(high, low * A_BIT ** (BY_BITS[0] - bits))
+    return min(MOST, max(LEAST, FACTOR * (max(measured) if measured else by_bits)))
 
 
 def _largest(bits: int) -> float:

@@ -73,10 +73,9 @@ def load_scheme(quant: str | Path | Scheme, kv: str | None = None) -> Scheme:
         raise UsageError(f"quant takes a scheme's name, a recipe's path or a Scheme, not {type(quant).__name__}")
     check_local(quant=quant)
     if isinstance(quant, str) and quant.startswith(AUTO):
-        budget, _, names = quant.removeprefix(AUTO).partition(":")
         raise UsageError(
             f"quant={quant!r}: only `convert` chooses by itself, since that runs the model; choose first: `qbridge "
-            f"sensitivity MODEL --quant {names or 'int4_awq,fp8'} --budget {budget or '4.8bits'} --out recipe.toml`, "
+            f"sensitivity MODEL --quant {quant} --out recipe.toml`, "
             "then pass the recipe as quant"
         )
     if isinstance(quant, Scheme):

@@ -26,7 +26,7 @@ class Quality:
     `bits`: on disk, a value of the matrices of layers; unquantized ones count 16. `megabytes`: of all files. `kl`: nats
     a token, from the unquantized model, `kl_error` its standard error over windows. `draws`: the KL of each draw of
     calibration rows, `kl` then their mean; other figures are of the first draw. `agreement`: the share of tokens where
-    both models foresee the same. `cosine`, `error`: of embeddings, `error` relative to their length. `accuracy`:
+    both models predict the same. `cosine`, `error`: of embeddings, `error` relative to their length. `accuracy`:
     on the items of the task. `reported`: the rise of the loss by the report of the conversion, nats a token.
     `seconds`: of the processor, the whole command, and `memory` its peak in MB. `why`: why nothing was measured.
     """

@@ -10,11 +10,9 @@ from bridge.core.dtypes import FLOATS
 from bridge.core.errors import PlanError, UsageError
 from bridge.core.text import fold_layers, grouped, natural, nearest
 from bridge.core.values import TensorSpec
-from bridge.sources.rotated.source import RotatedSource
 from bridge.sources.source import Source
 from bridge.tables.architectures.arch import load_arch
 from bridge.tables.architectures.match import Matched, architecture_of
-from bridge.tables.architectures.rotation import turns_of
 from bridge.tables.architectures.structure import match_table
 
 # word -> whether the residual stream is rotated, and the values of heads
@@ -27,6 +25,9 @@ def rotated(source: Source, rotation: str | None) -> Source:
         return source
     if rotation not in ROTATIONS:
         raise UsageError(f"rotate={rotation!r} (--rotate): unknown; {nearest(rotation, ROTATIONS)}")
+    from bridge.sources.rotated.source import RotatedSource  # with numpy, which a plan without a rotation loads not
+    from bridge.tables.architectures.rotation import turns_of
+
     if why := _why_not(source):
         raise _refused(source, [why])
     matched = match_table(source.config, source.specs)
@@ -81,9 +82,9 @@ def _untied(matched: Matched, source: Source) -> tuple[Mapping[str, Any], dict[s
 
 
 def _unrounded(specs: Mapping[str, TensorSpec]) -> list[str]:
-    """Tensors that change and are no floating-point numbers of a model."""
+    """Tensors that change, of dtypes that a rotation does not take."""
     wrong = [name for name, spec in specs.items() if spec.dtype not in (*FLOATS, "float64")]
-    return [f"{', '.join(fold_layers(wrong))}: {specs[wrong[0]].dtype} is no dtype that is rotated"] if wrong else []
+    return [f"{', '.join(fold_layers(wrong))}: {specs[wrong[0]].dtype} cannot be rotated"] if wrong else []
 
 
 def _by_reason(problems: tuple[tuple[str, str], ...]) -> list[tuple[str, list[str]]]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from bridge.core.dtypes import DTYPES, to_float32
+from bridge.core.machine import cores
 from bridge.core.text import number, size
 from bridge.core.values import TensorSpec
 from bridge.quant.codec.arrays import cast
@@ -41,7 +42,7 @@ class RotatedSource(Wrapped):
         self.rotation: str = rotation
         self.turns, self.origins = turns, origins
         self.config, self.specs = config, specs
-        self.where, self.name = f"{base.where}, rotated", f"{base.name}-rotated"
+        self.where, self.name = base.where, f"{base.name}-rotated"
         self.adapter, self.kept, self.folder, self.runs_in = base.adapter, base.kept, base.folder, base.runs_in
         self.distillation = base.distillation
         self._unturned = {name for name in ignored if turns.width in base.specs[name].shape and not turns.only_heads}
@@ -66,13 +67,14 @@ class RotatedSource(Wrapped):
 
     @property
     def merge_memory(self) -> int:
-        """Bytes of two matrices that are turned whole, as read and as made, and of pieces in float64."""
+        """Bytes of matrices that are turned whole, one a thread, as read and as made, and of pieces in float64."""
         whole = [
             self.specs[name].nbytes // (self.specs[name].shape[0] if turn.stacked else 1)
             for name, turn in self.turns.tensors.items()
             if not turn.by_rows
         ]
-        return self.base.merge_memory + 2 * sum(sorted(whole)[-2:]) + 2 * 4 * 8 * _VALUES
+        threads = cores()
+        return self.base.merge_memory + 2 * sum(sorted(whole)[-threads:]) + threads * 4 * 8 * _VALUES
 
     @cached_property
     def side_files(self) -> Mapping[str, Path | bytes]:

@@ -141,7 +141,7 @@ def _index(plan: Plan) -> bytes:
 
 def step_bits(step: Any) -> int:
     """Bits of a code of a quantized step."""
-    from bridge.quant.codec.blocks import code_bits
+    from bridge.core.values import code_bits
 
     return code_bits(step.format.weight[0].dtype)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.core.values import AFFINE, Encoding, Format, Numeric
-from bridge.quant.codec.blocks import HALF, STREAM, code_bits
+from bridge.core.values import AFFINE, Encoding, Format, Numeric, code_bits
+from bridge.quant.codec.blocks import HALF, STREAM
 
 GROUPS = (32, 64, 128)
 KNOWN = "affine2 to affine8, INT4 in blocks of 32, 64 or 128 (int4:rtn, int4:gptq ...), mxfp4_wo, mxfp8_wo"

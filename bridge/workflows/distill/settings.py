@@ -11,11 +11,8 @@ from bridge.core.errors import UsageError
 
 NORM = "norm"
 WARM_UP = 50  # steps, or a tenth of them if that is fewer
-EARLY = (
-    5,
-    20,
-    50,
-)  # steps after which the state is saved too, so that a run that is killed before step 100 loses little
+# Steps after which the state is saved, too: a run that is killed before step 100 loses little.
+EARLY = (5, 20, 50)
 LAST_RATE = 0.1  # of the learning rate, at the last step
 
 

@@ -203,6 +203,6 @@ def test_sixty_four_positions_run_in_llama_cpp_and_the_report_says_so(
         tmp_path / "out", MODELS / "tiny-llama", progress=lambda done, total, stage: stages.add(stage)
     )
     assert asked == [64] and report.parity.outputs[0].positions == 64
-    said = "64 positions in llama.cpp; perplexity: the file's weights, decoded, in torch"
+    said = "64 positions in llama.cpp; KL and perplexity: the file's weights, decoded, in torch"
     assert f"run in   {said}" in report.lines(), report.lines()
     assert "run in llama.cpp" in stages and "run in ONNX Runtime" not in stages

@@ -319,7 +319,9 @@ def test_vllm_reads_recipes_that_keep_mix_or_quantize_the_head(name: str, tmp_pa
     unread = [name for name in answer.unread if not name.endswith(".g_idx")]
     assert (answer.error, unread, answer.missing(weight_only=True)) == ("", [], [])
     assert off(Cell(base), "llama", directory, answer.logits) <= ROUNDING
-    assert verdict(load_runtime("vllm"), load_manifest(directory).plan).how == "run"
+    # the oracle has no Marlin, whose kernel multiplies by negative scales
+    how = "read" if base == "int4:rtn" else "run"
+    assert verdict(load_runtime("vllm"), load_manifest(directory).plan).how == how
 
 
 @pytest.mark.slow

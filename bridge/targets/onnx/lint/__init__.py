@@ -71,7 +71,7 @@ RULES = (
     Rule("checker", "onnx.checker accepts the file, types and shapes included", ONNX, o.checker),
 )  # fmt: skip
 # In place of `scale-positive` where ONNX Runtime alone reads a file.
-EITHER_SIGN = Rule("scale-sign", "scales are finite and not zero", RUNTIME, q.scales_of_either_sign)
+EITHER_SIGN = Rule("scale-sign", "scales are finite, and positive but for INT4", RUNTIME, q.scales_of_either_sign)
 
 
 def lint(path: Path | str, *, custom_ops: bool | None = None, rules: Sequence[Rule] = RULES) -> list[Finding]:

@@ -6,7 +6,7 @@ A computed value counts as an activation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -128,21 +128,17 @@ def constant_scales(model: Model, node: Any) -> Messages:
 
 def positive_scales(model: Model) -> Iterator[Problem]:
     """Check the values of every constant scale once; of double-quantized ones the codes and the outer scale."""
-    yield from _unusable(
-        model, _positive, "zero, negative, NaN or infinite: codes lose their value, and TensorRT refuses some; "
-        "give a channel or block of zeros a small positive scale",
-    )  # fmt: skip
+    yield from _unusable(model, ())
 
 
 def scales_of_either_sign(model: Model) -> Iterator[Problem]:
-    """The same where negative scales are read, as ONNX Runtime's own quantizer writes them."""
-    yield from _unusable(
-        model, lambda bits, dtype: np.isfinite(values := to_float32(bits, dtype)) & (values != 0),
-        "zero, NaN or infinite: codes lose their value; give a channel or block of zeros a small scale",
-    )  # fmt: skip
+    """The same, where those of INT4 may be negative, as ONNX Runtime's own quantizer writes them."""
+    signed = {node.input[1] for node in model.of("DequantizeLinear") if model.code_type(node) == "int4"}
+    yield from _unusable(model, signed)
 
 
-def _unusable(model: Model, usable: Callable[[np.ndarray, str], np.ndarray], why: str) -> Iterator[Problem]:
+def _unusable(model: Model, signed: Container[str]) -> Iterator[Problem]:
+    """signed: scales that may be negative."""
     names = dict.fromkeys(node.input[1] for node in model.of(*OPS))
     for node in model.of(*OPS):
         if (maker := _second_level(model, node)) is not None:
@@ -151,8 +147,21 @@ def _unusable(model: Model, usable: Callable[[np.ndarray, str], np.ndarray], why
         tensor, kind = model.constant(name), model.type_of(name)
         if tensor is None or kind is None:
             continue
+        usable = _nonzero if name in signed else _positive
         if bad := sum(int(np.count_nonzero(~usable(bits, kind.dtype))) for bits in model.chunks(tensor)):
-            yield Problem(name, f"{bad} scales are {why}")
+            negative = "" if name in signed else " negative,"
+            yield Problem(
+                name,
+                f"{bad} scales are zero,{negative} NaN or infinite: codes lose their value, and TensorRT refuses some; "
+                "give a channel or block of zeros a small positive scale",
+            )
+
+
+def _nonzero(bits: np.ndarray, dtype: str) -> np.ndarray:
+    """Which scales are finite and not zero."""
+    values = to_float32(bits, dtype)
+    usable: np.ndarray = np.isfinite(values) & (values != 0)
+    return usable
 
 
 def _positive(bits: np.ndarray, dtype: str) -> np.ndarray:

@@ -359,12 +359,19 @@ def test_values_of_weights_are_never_read(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_scales_of_either_sign_pass_where_onnx_runtime_alone_reads(tmp_path: Path) -> None:
-    """Its own quantizer writes negative ones; a scale of zero or NaN stays wrong."""
-    for value, said in ((-0.5, []), (0.0, ["96 scales are zero"]), (float("nan"), ["96 scales are zero"])):
-        sketch = linear()
-        sketch.tensors["w_scale"] = filled(T.FLOAT, (96,), value)
+    """Its own quantizer writes negative ones of INT4; others, and those of zero or NaN, stay wrong."""
+
+    def int4() -> Sketch:
+        return weight_only(T.INT4, 64)
+
+    for make, value, bad in (
+        (int4, -0.5, []), (int4, 0.0, ["192 scales are zero, NaN"]), (int4, float("nan"), ["192 scales are zero, NaN"]),
+        (linear, -0.5, ["96 scales are zero, negative"]),
+    ):  # fmt: skip
+        sketch = make()
+        sketch.tensors["w_scale"] = filled(T.FLOAT, sketch.tensors["w_scale"].dims, value)
         found = lint(sketch.write(tmp_path), rules=[EITHER_SIGN])
-        assert [finding.message[: len("96 scales are zero")] for finding in found] == said
+        assert len(found) == len(bad) and all(said in one.message for one, said in zip(found, bad, strict=True))
 
 
 def test_scales_beyond_one_chunk_are_all_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
