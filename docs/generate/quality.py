@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from bridge.api.advice import PURPOSES, best_of, loaded_by
+from bridge.api.advice import PURPOSES, best_for
 from bridge.api.sensitivity.budget import is_automatic
 from bridge.core.errors import BridgeError
 from bridge.planning.contract_files import runtimes
@@ -197,9 +197,7 @@ def best() -> str:
     """A row for each program: of the schemes that it loads, those with the least KL divergence."""
     rows = []
     for runtime in runtimes():
-        loaded = [load_scheme(name) for name in loaded_by(runtime)]
-        best = (_least([s.name for s in loaded if fits(s) and not s.only]) for fits in PURPOSES.values())
-        rows.append([f"`{runtime.name}`", *best])
+        rows.append([f"`{runtime.name}`", *map(_least, best_for(runtime).values())])
     return table(["program", *PURPOSES], rows)
 
 
@@ -246,8 +244,7 @@ def _cell(quality: Quality | None, figure: str, form: str, notes: dict[str, int]
     return "" if value is None else f"{value:{form}}{mark}"
 
 
-def _least(names: list[str]) -> str:
-    name = best_of(names)
+def _least(name: str) -> str:
     return f"{_link(name, BESIDE)} {kl_words(name)}" if name else ""
 
 
