@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from bridge.api.advice import PURPOSES, best_for
 from bridge.api.sensitivity.budget import is_automatic
+from bridge.calibration.data import SAMPLES
+from bridge.calibration.requirements import default_samples
 from bridge.core.errors import BridgeError
 from bridge.planning.contract_files import runtimes
 from bridge.quant.describe import input_bits, nominal_bits
@@ -48,10 +50,11 @@ PICKS = (
 # A layout, and the rows that write it: ours, and those of other programs.
 LAYOUTS = (
     ("INT4 in blocks of 64, calibrated",
-     ("int4:gptq", "int4:gptq --samples 32", "int4:imatrix", "int4:signround steps=20 --samples 32",
+     ("int4:gptq", "int4:gptq --samples 32", "int4:awq", "int4:imatrix", "int4:signround steps=20 --samples 32",
       "int4_gptq", "int4_awq"),
      ("AutoRound 20", "AutoRound 200", "llm-compressor GPTQ", "ModelOpt INT4_AWQ_CFG")),
-    ("NVFP4 weights, calibrated", ("nvfp4_wo:gptq", "nvfp4_wo:imatrix"), ("llm-compressor GPTQ NVFP4A16",)),
+    ("NVFP4 weights, calibrated",
+     ("nvfp4_wo:gptq", "nvfp4_wo:gptq --samples 32", "nvfp4_wo:imatrix"), ("llm-compressor GPTQ NVFP4A16",)),
     ("MXFP4 weights, calibrated", ("mxfp4_wo:gptq", "mxfp4_wo:imatrix"), ("llm-compressor GPTQ MXFP4A16",)),
     ("INT4 in blocks of 64, no data", ("int4:rtn", "int4_mse", "int4_wo"),
      ("llm-compressor RTN", "ModelOpt INT4_BLOCKWISE_WEIGHT_ONLY_CFG")),
@@ -99,9 +102,21 @@ def layouts() -> str:
     rows = []
     for layout, ours, theirs in LAYOUTS:
         (kl, name), (least, peer) = _first(found[KINDS[0]], ours), _first(found[KINDS[1]], theirs)
-        lower = f"{100 * (1 - kl / least):.0f} %" if max(kl, least) < math.inf else ""
-        rows.append([layout, _with_kl(name, kl), _with_kl(peer, least), lower])
-    return table(["layout", "best of bridge", "best of other programs", "lower by"], rows)
+        same, like = _first(found[KINDS[0]], on_same_rows(ours))
+        alone = [_with_kl(like, same), _lower(same, least)] if like != name else ["", ""]
+        rows.append([layout, _with_kl(name, kl), _with_kl(peer, least), _lower(kl, least), *alone])
+    heads = ["layout", "best of bridge", "best of other programs", "lower by", f"on {SAMPLES} rows", "lower by"]
+    return table(heads, rows)
+
+
+def on_same_rows(names: Iterable[str]) -> list[str]:
+    """Those that calibrate on as many rows of text as other programs get."""
+    same = f"--samples {SAMPLES}"
+    return [name for name in names if same in name or default_samples(_scheme(name)) == SAMPLES]
+
+
+def _lower(kl: float, least: float) -> str:
+    return f"{100 * (1 - kl / least):.0f} %" if max(kl, least) < math.inf else ""
 
 
 def _first(found: Rows, names: Iterable[str]) -> tuple[float, str]:
