@@ -44,7 +44,7 @@ PICKS = (
     ("4-bit weights and activations", "nvfp4_mse", "the arithmetic of nvfp4, less loss of the weights"),
     ("the same without data", "nvfp4_input_scale1", "no calibration; a model of any size streams"),
     ("the same where it hurts least", "nvfp4_mlp_only", "attention stays unquantized"),
-    ("llama.cpp, 4 bits", "q4_0_imatrix", "`q4_0` takes no data; K-quants need rows of 256 values, not measured here"),
+    ("llama.cpp, 4 bits", "q4_0_imatrix", "`q4_0` takes no data; `q4_k_m` takes none, and loses less with more bits"),
     ("llama.cpp, 8 bits", "q8_0", "no data"),
 )
 # A layout, and the rows that write it: ours, and those of other programs.
