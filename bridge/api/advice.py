@@ -9,11 +9,13 @@ from bridge.core.errors import TableError
 from bridge.core.mappings import mappings, read_table
 from bridge.core.values import EITHER, code_bits
 from bridge.planning.contracts import Contract, Runtime
+from bridge.quant.codec.ggml import own_rounding
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.quality import DITHERED, Quality, read_quality
 from bridge.quant.schemes.scheme import Scheme
 from bridge.targets import load_target, make_options
+from bridge.targets.gguf.encodings import INTEGERS
 
 MOST = 8  # schemes of a list at first sight
 
@@ -87,11 +89,23 @@ def recommended(program: Runtime | None = None) -> dict[str, str]:
             filter(None, [f"for {first}" if first else "", f"where memory is short: {short}" if short else ""])
         )
     if program is not None:
-        loaded = [load_scheme(name) for name in loaded_by(program)]
-        for purpose, fits in PURPOSES.items():
-            if name := best_of([scheme.name for scheme in loaded if fits(scheme) and not scheme.only]):
+        for purpose, name in best_for(program).items():
+            if name:
                 found.setdefault(name, f"for {purpose}")
     return dict(list(found.items())[:MOST])
+
+
+def best_for(program: Runtime) -> dict[str, str]:
+    """The best scheme of each purpose that a program loads, "" without one that was measured."""
+    gguf = any(contract.target == "gguf" for contract in program.contracts)
+    loaded = [load_scheme(name) for name in loaded_by(program)]
+    fit = [scheme for scheme in loaded if not scheme.only and (gguf or not measured_in_gguf(scheme))]
+    return {purpose: best_of([scheme.name for scheme in fit if fits(scheme)]) for purpose, fits in PURPOSES.items()}
+
+
+def measured_in_gguf(scheme: Scheme) -> bool:
+    """Whether its figures are those of llama.cpp's own codes: other targets round the same blocks in their own way."""
+    return scheme.weight[0].dtype in INTEGERS and own_rounding(scheme.weight[0], "q4_0")
 
 
 def best_of(names: list[str]) -> str:

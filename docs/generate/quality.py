@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from bridge.api.advice import PURPOSES, best_of, loaded_by
+from bridge.api.advice import PURPOSES, best_for
 from bridge.api.sensitivity.budget import is_automatic
+from bridge.calibration.data import SAMPLES
+from bridge.calibration.requirements import default_samples
 from bridge.core.errors import BridgeError
 from bridge.planning.contract_files import runtimes
 from bridge.quant.describe import input_bits, nominal_bits
@@ -42,16 +44,17 @@ PICKS = (
     ("4-bit weights and activations", "nvfp4_mse", "the arithmetic of nvfp4, less loss of the weights"),
     ("the same without data", "nvfp4_input_scale1", "no calibration; a model of any size streams"),
     ("the same where it hurts least", "nvfp4_mlp_only", "attention stays unquantized"),
-    ("llama.cpp, 4 bits", "q4_0_imatrix", "`q4_0` takes no data; K-quants need rows of 256 values, not measured here"),
+    ("llama.cpp, 4 bits", "q4_0_imatrix", "`q4_0` takes no data; `q4_k_m` takes none, and loses less with more bits"),
     ("llama.cpp, 8 bits", "q8_0", "no data"),
 )
 # A layout, and the rows that write it: ours, and those of other programs.
 LAYOUTS = (
     ("INT4 in blocks of 64, calibrated",
-     ("int4:gptq", "int4:gptq --samples 32", "int4:imatrix", "int4:signround steps=20 --samples 32",
+     ("int4:gptq", "int4:gptq --samples 32", "int4:awq", "int4:imatrix", "int4:signround steps=20 --samples 32",
       "int4_gptq", "int4_awq"),
      ("AutoRound 20", "AutoRound 200", "llm-compressor GPTQ", "ModelOpt INT4_AWQ_CFG")),
-    ("NVFP4 weights, calibrated", ("nvfp4_wo:gptq", "nvfp4_wo:imatrix"), ("llm-compressor GPTQ NVFP4A16",)),
+    ("NVFP4 weights, calibrated",
+     ("nvfp4_wo:gptq", "nvfp4_wo:gptq --samples 32", "nvfp4_wo:imatrix"), ("llm-compressor GPTQ NVFP4A16",)),
     ("MXFP4 weights, calibrated", ("mxfp4_wo:gptq", "mxfp4_wo:imatrix"), ("llm-compressor GPTQ MXFP4A16",)),
     ("INT4 in blocks of 64, no data", ("int4:rtn", "int4_mse", "int4_wo"),
      ("llm-compressor RTN", "ModelOpt INT4_BLOCKWISE_WEIGHT_ONLY_CFG")),
@@ -99,9 +102,21 @@ def layouts() -> str:
     rows = []
     for layout, ours, theirs in LAYOUTS:
         (kl, name), (least, peer) = _first(found[KINDS[0]], ours), _first(found[KINDS[1]], theirs)
-        lower = f"{100 * (1 - kl / least):.0f} %" if max(kl, least) < math.inf else ""
-        rows.append([layout, _with_kl(name, kl), _with_kl(peer, least), lower])
-    return table(["layout", "best of bridge", "best of other programs", "lower by"], rows)
+        same, like = _first(found[KINDS[0]], on_same_rows(ours))
+        alone = [_with_kl(like, same), _lower(same, least)] if like != name else ["", ""]
+        rows.append([layout, _with_kl(name, kl), _with_kl(peer, least), _lower(kl, least), *alone])
+    heads = ["layout", "best of bridge", "best of other programs", "lower by", f"on {SAMPLES} rows", "lower by"]
+    return table(heads, rows)
+
+
+def on_same_rows(names: Iterable[str]) -> list[str]:
+    """Those that calibrate on as many rows of text as other programs get."""
+    same = f"--samples {SAMPLES}"
+    return [name for name in names if same in name or default_samples(_scheme(name)) == SAMPLES]
+
+
+def _lower(kl: float, least: float) -> str:
+    return f"{100 * (1 - kl / least):.0f} %" if max(kl, least) < math.inf else ""
 
 
 def _first(found: Rows, names: Iterable[str]) -> tuple[float, str]:
@@ -197,9 +212,7 @@ def best() -> str:
     """A row for each program: of the schemes that it loads, those with the least KL divergence."""
     rows = []
     for runtime in runtimes():
-        loaded = [load_scheme(name) for name in loaded_by(runtime)]
-        best = (_least([s.name for s in loaded if fits(s) and not s.only]) for fits in PURPOSES.values())
-        rows.append([f"`{runtime.name}`", *best])
+        rows.append([f"`{runtime.name}`", *map(_least, best_for(runtime).values())])
     return table(["program", *PURPOSES], rows)
 
 
@@ -246,8 +259,7 @@ def _cell(quality: Quality | None, figure: str, form: str, notes: dict[str, int]
     return "" if value is None else f"{value:{form}}{mark}"
 
 
-def _least(names: list[str]) -> str:
-    name = best_of(names)
+def _least(name: str) -> str:
     return f"{_link(name, BESIDE)} {kl_words(name)}" if name else ""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import bridge
-from bridge.api.advice import MOST, PURPOSES, loaded_by, read_advice, recommended
+from bridge.api.advice import MOST, PURPOSES, best_for, loaded_by, measured_in_gguf, read_advice, recommended
 from bridge.planning.contract_files import load_runtime, runtime_names
 from bridge.planning.contracts import verdict
 from bridge.quant.schemes.load import load_scheme
@@ -46,3 +46,11 @@ def test_every_program_has_a_list_of_schemes_that_it_loads(program: str) -> None
 def test_a_program_that_reads_no_chosen_codes_is_not_given_them() -> None:
     assert "int4:gptq" not in loaded_by(load_runtime("trtllm"))
     assert all("int4:gptq" in loaded_by(load_runtime(name)) for name in ("vllm", "onnxruntime", "mlx"))
+
+
+def test_figures_of_llama_cpps_own_codes_recommend_nothing_to_programs_that_read_no_gguf() -> None:
+    for name in runtime_names():
+        best = {*best_for(load_runtime(name)).values()} - {""}
+        assert name == "llama.cpp" or not [one for one in best if measured_in_gguf(load_scheme(one))], name
+    assert best_for(load_runtime("genai"))["4-bit weights, no data"] == "int4:rtn"
+    assert measured_in_gguf(load_scheme("q4_0")) and not measured_in_gguf(load_scheme("mxfp4_wo"))

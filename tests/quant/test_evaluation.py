@@ -11,6 +11,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 import torch
 
@@ -216,6 +217,20 @@ def test_bits_count_codes_and_scales_and_16_for_what_is_kept(tmp_path: Path) -> 
     stored = sum(8 * rows * columns + 32 * rows for rows, columns in sizes)
     assert bits(tmp_path / "out", LLAMA) == pytest.approx(stored / sum(rows * columns for rows, columns in sizes))
     assert bits(LLAMA, LLAMA) == 16
+
+
+def test_bits_of_a_graph_are_those_of_its_layers_whatever_their_matrices_are_called(tmp_path: Path) -> None:
+    made = []
+    for layer, name, size in (
+        *((".0.", "qkv_proj.weight_Q4", 1000), (".0.", "qkv_proj.weight_scales", 200), (".", "lm_head.weight", 400)),
+        (".0.", "norm.weight", 80),
+    ):
+        shape = [size // 4] if "norm" in name else [1, size // 4]
+        made.append(onnx.TensorProto(name=f"model{layer}{name}", dims=shape, data_location=onnx.TensorProto.EXTERNAL))
+        made[-1].external_data.add(key="length", value=str(size))
+    (tmp_path / "model.onnx").write_bytes(onnx.ModelProto(graph=onnx.GraphProto(initializer=made)).SerializeToString())
+    sizes = [tensor.numel() for name, tensor in tensors(LLAMA).items() if tensor.ndim == 2 and ".layers." in name]
+    assert bits(tmp_path, LLAMA) == 8 * 1200 / sum(sizes)
 
 
 def test_a_row_is_written_and_read_and_keeps_what_was_not_measured_again(tmp_path: Path) -> None:
