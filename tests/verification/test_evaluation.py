@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +136,7 @@ def test_an_evaluation_goes_through_a_calibration_and_a_report(tmp_path: Path) -
     from bridge.reporting.report import report_from_dict
 
     calibration = bridge.calibrate(MODEL, "fp8", samples=4, progress=False)
+    assert re.search(r"; perplexity [\d.]+ -> [\d.]+ of 127 tokens held out$", calibration.lines()[1])
     calibration.save(tmp_path / "fp8.safetensors")
     held = Calibration.load(tmp_path / "fp8.safetensors").held_out
     assert held and held.windows and held.windows == calibration.held_out.windows
