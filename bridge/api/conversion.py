@@ -41,6 +41,7 @@ from bridge.core.version import __version__
 from bridge.planning.structure import traces
 from bridge.quant.calibration import Calibration
 from bridge.reporting.report import Report, report_from_dict
+from bridge.sources.pruned.source import unmeasured
 from bridge.sources.source import Source
 from bridge.streaming.context import ConversionContext, Executor
 from bridge.targets import file_settings, load_target
@@ -265,7 +266,8 @@ def _decide(resolved: ResolvedRequest, recipe: str, runs: bool, clock: Clock, me
     request = resolved.request
     given, data, free = resolved.calibration, None, None
     runs = runs or resolved.uncalibrated or load_target(request.target).runs or request.sampling.evaluate is not None
-    compared = request.verify and runs and resolved.source.can_run and (given is None or given.held_out is None)
+    measured_on = runs or unmeasured(resolved.source) is not None
+    compared = request.verify and measured_on and resolved.source.can_run and (given is None or given.held_out is None)
     if resolved.uncalibrated:
         assert resolved.scheme
         check_device(resolved.scheme, request.device)
@@ -275,7 +277,8 @@ def _decide(resolved: ResolvedRequest, recipe: str, runs: bool, clock: Clock, me
         if not measured:
             _warn_of_unused(request, compared)
         data = _comparison_data(resolved, clock) if compared else None
-    statistics = given.digest if given else data.digest if data else ""
+    counts = runs or resolved.uncalibrated  # data that only measure what pruning cost leave no trace in the output
+    statistics = given.digest if given else data.digest if data and counts else ""
     parts = (__version__, resolved.plan.digest, resolved.source.fingerprint, statistics)
     identity = hashlib.sha256("\0".join([*parts, *filter(None, [request.compute])]).encode()).hexdigest()
     return Decisions(data, identity, runs, recipe, free)

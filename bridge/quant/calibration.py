@@ -102,6 +102,16 @@ class HeldOut:
     quantized_perplexity: float | None = None
     windows: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def predictions(self) -> int:
+        """The tokens that the perplexities are of: those that have one before them, without padding."""
+        count = 0
+        for batch in self.inputs:
+            ids, mask = batch["input_ids"], batch.get("attention_mask")
+            mask = np.ones(ids.shape, bool) if mask is None or mask.ndim > 2 else mask.astype(bool)
+            count += int((mask[:, 1:] & mask[:, :-1]).sum())
+        return count
+
 
 def of_expert(module: str, number: int | None) -> str:
     """The name under which a statistic of one expert of a stack is found; without a number that of the module."""
@@ -157,7 +167,8 @@ class Calibration(Displayed):
         more += [f"{number(len(self.applied), 'policy', 'policies')} applied"] if self.applied else []
         perplexity = ""
         if (held := self.held_out) and held.source_perplexity and held.quantized_perplexity:
-            perplexity = f"; perplexity {held.source_perplexity:.2f} -> {held.quantized_perplexity:.2f}"
+            figures = f"{held.source_perplexity:.2f} -> {held.quantized_perplexity:.2f}"
+            perplexity = f"; perplexity {figures} of {number(held.predictions, 'token')} held out"
         more += [self.learned.partition(":")[0]] if self.learned else []
         return [head, f"statistics of {number(modules, 'module')}{perplexity}", *more]
 

@@ -22,6 +22,7 @@ from bridge.planning.memory import RUN_BYTES_PER_VALUE
 from bridge.planning.plan import PASSTHROUGH, Plan
 from bridge.quant.calibration import Calibration, HeldOut
 from bridge.sources.checkpoint import as_stored
+from bridge.sources.pruned.source import unmeasured
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.targets.manifest import Manifest, altered
@@ -105,11 +106,27 @@ def prove(
         ran = Parity(not_run=(f"{OUTPUTS_ASIDE}: {error}",))
     except VerifyError as error:  # an output that does not load or run is broken, not unverified
         broken = [f"error [runtime] {error}"]
+    missing = _measure_change(source, statistics, check)
     parity = replace(
-        compared, outputs=ran.outputs, layers=ran.layers, not_run=(*compared.not_run, *ran.not_run),
+        compared, outputs=ran.outputs, layers=ran.layers, not_run=(*compared.not_run, *ran.not_run, *missing),
         substitute=ran.substitute, evaluation=ran.evaluation, ran=ran.ran,
     )  # fmt: skip
     return Proof(parity, (*findings, *broken))
+
+
+def _measure_change(source: Source, statistics: Calibration | None, check: OutputCheck) -> list[str]:
+    """Note what pruning without a run cost; why that is not known."""
+    if (pruned := unmeasured(source)) is None:
+        return []
+    from bridge.verification.change import data_of_held, measure_change
+
+    held = statistics.held_out if statistics else None
+    data = check.data or (data_of_held(held) if held else Data(missing="there is no data to run it on"))
+    try:
+        measure_change(pruned, data)
+    except BridgeError as error:
+        return [f"{EVALUATION}: {error}"]
+    return []
 
 
 def _run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from bridge.calibration.data.windows import free_windows
+from bridge.calibration.data.windows import free_places
 from bridge.calibration.source_logits import InFile, OfHead, source_logits
 from bridge.core.errors import VerifyError
 from bridge.verification.evaluation import Reference, batches_of, evaluated
@@ -113,11 +114,9 @@ def test_outputs_without_finite_values_fail() -> None:
 
 
 def test_windows_lie_between_the_rows_that_calibrate() -> None:
-    ids = list(range(1000))
-    windows = free_windows(ids, [0, 300, 600], content=40, length=100, count=4)
-    assert len(windows) == 4 and all(len(window) == 100 for window in windows)
+    places = free_places(1000, [0, 300, 600], content=40, length=100, count=4)
     taken = {*range(40), *range(300, 340), *range(600, 640)}
-    assert not taken & {number for window in windows for number in window}
+    assert len(places) == 4 and not taken & {number for at in places for number in range(at, at + 100)}
 
 
 def test_rows_that_are_held_out_join_where_the_text_has_few_windows() -> None:
@@ -138,6 +137,7 @@ def test_an_evaluation_goes_through_a_calibration_and_a_report(tmp_path: Path) -
     from bridge.reporting.report import report_from_dict
 
     calibration = bridge.calibrate(MODEL, "fp8", samples=4, progress=False)
+    assert re.search(r"; perplexity [\d.]+ -> [\d.]+ of 127 tokens held out$", calibration.lines()[1])
     calibration.save(tmp_path / "fp8.safetensors")
     held = Calibration.load(tmp_path / "fp8.safetensors").held_out
     assert held and held.windows and held.windows == calibration.held_out.windows
@@ -152,11 +152,19 @@ def test_an_evaluation_goes_through_a_calibration_and_a_report(tmp_path: Path) -
     assert again and again.kl == pytest.approx(found.kl, rel=1e-6)
 
 
-def test_convert_and_prune_measure_a_model_on_the_same_windows(tmp_path: Path) -> None:
+def test_all_verbs_measure_a_source_on_the_same_windows_by_default(tmp_path: Path) -> None:
     import bridge
+    from bridge.calibration.data import Sampling, prepare
+    from bridge.sources.opening import open_source
 
-    rows = {"samples": 16, "sequence": 128}
-    report = bridge.convert(MODEL, "hf", "int8_wo", tmp_path / "out", evaluate="4k", progress=False, **rows)
-    pruned = bridge.pruned(MODEL, {"ffn": "50%"}, progress=False, **rows)
+    report = bridge.convert(MODEL, "hf", "int8_wo", tmp_path / "out", evaluate="4k", progress=False)
+    pruned = bridge.pruned(MODEL, {"ffn": "50%"}, progress=False)
     assert report.parity.evaluation and pruned.perplexity
     assert report.parity.evaluation.source_perplexity == pytest.approx(pruned.perplexity[0], rel=1e-5)
+    source, plain = open_source(MODEL), prepare(None, open_source(MODEL))
+    for sampling in (Sampling(4), Sampling(64, 256), Sampling(128), Sampling(16, 512)):
+        found = prepare(None, source, sampling)
+        assert found.windows == plain.windows and len(plain.windows) == 8, sampling
+        texts = [" ".join(map(str, row.tolist())) for batch in found.batches for row in batch["input_ids"]]
+        parts = [" ".join(map(str, w[at : at + 32])) for w in found.windows for at in range(0, 512, 32)]
+        assert sum(any(part in text for text in texts) for part in parts) <= 1, sampling  # the text has a phrase twice

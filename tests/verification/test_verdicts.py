@@ -167,3 +167,11 @@ def test_a_pruned_model_of_ten_times_the_perplexity_is_not_served(after: float, 
     pruned = StepDone("small", "prune", found, 1.0)
     assert pruned.passed == fit and dataclasses.replace(pruned, trained=True).passed  # what is trained next goes on
     assert ChainReport((dataclasses.replace(pruned, trained=True),)).passed
+
+
+@pytest.mark.parametrize("more", [{}, {"evaluate": "2k"}], ids=["quick", "evaluated"])
+def test_what_was_not_run_names_the_option_that_runs_it(more: dict[str, str], tmp_path: Path) -> None:
+    report = bridge.convert(MODEL, "hf", "int8_wo", tmp_path / "out", progress=False, **more)
+    lines = "\n".join(report.lines())
+    assert ("passed for every weight; outputs were not run (--evaluate 2k runs them)" in lines) == (not more)
+    assert report.verdicts["cost"] == ("passed" if more else "not measured") and ("\ncost " in lines) == bool(more)

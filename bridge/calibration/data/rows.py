@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.calibration.data.checks import checked
-from bridge.calibration.data.values import BATCH, HELD_OUT, SEQUENCE, Data, Sampling
-from bridge.calibration.data.windows import WINDOW, WINDOWS, free_windows
+from bridge.calibration.data.values import BATCH, HELD_OUT, SAMPLES, SEQUENCE, Data, Sampling
+from bridge.calibration.data.windows import POSITIONS, WINDOW, WINDOWS, free_places, row_places, spread
 from bridge.core.errors import CalibrationError
 from bridge.core.text import number
 from bridge.quant.calibration import LOGITS
@@ -34,8 +34,7 @@ def rows_of(texts: Sequence[str], source: Source, where: str, sampling: Sampling
     content = length - len(before) - len(after)
     if content < 1:
         raise CalibrationError(f"sequence={length} leaves no room for text: {len(before) + len(after)} special tokens")
-    asked = sampling.rows
-    wanted, have = asked + -(-asked // HELD_OUT), len(ids) // content
+    have = len(ids) // content
     if not ids:
         raise CalibrationError(
             f"{where}: the tokenizer of {source.where} makes no tokens of it; does the model's directory hold the "
@@ -46,8 +45,11 @@ def rows_of(texts: Sequence[str], source: Source, where: str, sampling: Sampling
             f"{where}: {number(len(ids), 'token')}, too few for a batch: one row of {length} to calibrate and one to "
             f"hold out take {2 * content}; give more text, or a smaller sequence= (--sequence)"
         )
-    count = min(wanted, have)
-    starts = [at * have // count * content for at in range(count)]
+    special, limit = len(before) + len(after), positions(source.config) or WINDOW
+    window, asked = min(WINDOW, limit) - special, sampling.rows
+    wanted = _with_held_out(asked)
+    starts, have, fixed = _placed(len(ids), content, wanted, min(SEQUENCE, limit) - special, window)
+    count = len(starts)
     rows = [[*before, *ids[start : start + content], *after] for start in starts]
     every = HELD_OUT + 1 if count > HELD_OUT else count
     kept = [row for at, row in enumerate(rows) if (at + 1) % every]
@@ -66,11 +68,34 @@ def rows_of(texts: Sequence[str], source: Source, where: str, sampling: Sampling
 
     logits = 4 * length * (vocabulary_size(source.config) or 1)  # bytes of a row
     data = checked(batches(kept, BATCH), batches(out, max(1, min(BATCH, LOGITS // logits))), source, where)
-    window = min(WINDOW, positions(source.config) or WINDOW) - len(before) - len(after)
-    number_of = WINDOWS if sampling.evaluate is None else -(-sampling.evaluate // max(1, window - 1))
-    cut = free_windows(ids, starts, content, window, number_of)
+    if sampling.evaluate is not None or not fixed:
+        number_of = WINDOWS if sampling.evaluate is None else -(-sampling.evaluate // max(1, window - 1))
+        fixed = free_places(len(ids), starts, content, window, number_of)
+    cut = [ids[at : at + window] for at in fixed]
     windows = tuple((*before, *some, *after) for some in cut)
     return replace(data, windows=windows, warnings=(fewer,) if have < wanted else ())
+
+
+def _with_held_out(rows: int) -> int:
+    return rows + -(-rows // HELD_OUT)
+
+
+def _placed(total: int, content: int, wanted: int, least: int, window: int) -> tuple[list[int], int, list[int]]:
+    """Where rows begin, how many there may be, and where windows begin that no row lies over.
+
+    Windows lie between the default rows, of `least` tokens, so that all verbs evaluate a model on the same ones; other
+    rows make room. There are none in a text that is too short for that.
+    """
+    default = spread(row_places(total, least), _with_held_out(SAMPLES)) if least > 0 else []
+    fixed = free_places(total, default, least, window, WINDOWS)
+    slots = row_places(total, content)
+    starts = spread(slots, wanted)
+    if (window - 1) * len(fixed) < POSITIONS:
+        return starts, len(slots), []
+    if all(start + content <= at or at + window <= start for start in starts for at in fixed):
+        return starts, len(slots), fixed
+    apart = row_places(total, content, fixed, window)
+    return (spread(apart, wanted), len(apart), fixed) if len(apart) > 1 else (starts, len(slots), [])
 
 
 def decoder_inputs(ids: Any, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ PROMPTED = 8  # prompts that calibrate a denoiser, which sees each of them at ev
 FP32 = "fp32"  # `compute`: see `bridge.calibration.requirements`
 HELD_OUT = 8  # one row is held out for every so many that calibrate
 BATCH = 8
+EMBEDDED = "the embedded text"  # `Data.name` of the default
 
 
 def check_compute(compute: str | None) -> None:

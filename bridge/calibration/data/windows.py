@@ -1,6 +1,6 @@
 """Cut the windows of text that outputs are evaluated on.
 
-They lie where no row is cut that calibrates or is held out.
+They lie where no row is cut that calibrates or is held out, and do not move with the number and length of rows.
 """
 
 from __future__ import annotations
@@ -14,23 +14,37 @@ POSITIONS = 2048  # that are scored at least, where the text has them
 FLOP = 60 * 30e9
 
 
-def free_windows(
-    ids: Sequence[int], taken: Iterable[int], content: int, length: int, count: int
-) -> tuple[Sequence[int], ...]:
-    """At most `count` windows of `length` tokens, spread evenly over those between rows of `content` tokens.
+def free_places(total: int, taken: Iterable[int], content: int, length: int, count: int) -> list[int]:
+    """Where at most `count` windows of `length` tokens begin, spread evenly over those between rows of `content`.
 
     `taken`: where these rows begin.
 
-    >>> free_windows(range(20), [4, 10], content=2, length=4, count=2)
-    (range(0, 4), range(12, 16))
+    >>> free_places(20, [4, 10], content=2, length=4, count=2)
+    [0, 12]
     """
     free: list[int] = []
     at = 0
-    for start in [*sorted(taken), len(ids)]:
+    for start in [*sorted(taken), total]:
         free += range(at, start - length + 1, length)
         at = start + content
-    chosen = [free[n * len(free) // count] for n in range(count)] if len(free) > count else free
-    return tuple(ids[start : start + length] for start in chosen)
+    return spread(free, count)
+
+
+def row_places(total: int, content: int, windows: Sequence[int] = (), length: int = 0) -> Sequence[int]:
+    """Where rows of `content` tokens may begin: side by side, and over no window of `length`.
+
+    >>> list(row_places(20, 4)), list(row_places(20, 4, windows=[5], length=2))
+    ([0, 4, 8, 12, 16], [0, 8, 12, 16])
+    """
+    slots = range(0, total - content + 1, content)
+    return [slot for slot in slots if all(slot + content <= at or at + length <= slot for at in windows)]
+
+
+def spread(places: Sequence[int], count: int) -> list[int]:
+    """At most `count` of some places, at even distances."""
+    if len(places) <= count:
+        return list(places)
+    return [places[n * len(places) // count] for n in range(count)]
 
 
 def evaluated_windows(windows: Sequence[Sequence[int]], values: int, whole: bool = False) -> Sequence[Sequence[int]]:

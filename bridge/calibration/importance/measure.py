@@ -87,8 +87,8 @@ def measure_zeros(
     *,
     device: str | None = None,
     progress: Progress = no_progress,
-) -> tuple[Sparsifier, float | None]:
-    """Run the data for Wanda's norms or SparseGPT's weights; return them with the perplexity on the held-out inputs.
+) -> Sparsifier:
+    """Run the data for Wanda's norms or SparseGPT's weights.
 
     Every matrix sees the inputs of the whole model, as in ModelOpt.
 
@@ -107,8 +107,8 @@ def measure_zeros(
     readers = linears_of(cut, sparse.axes, live_names(cut.source.load_skeleton(), cut.source.specs))
     made = Sparsifier(sparse.method, cut.before.get("experts", 1))
     watch = ScoreWatch(readers, (), {}, sparse.method == "sparsegpt", made.settle)
-    answers = _watched(cut.source, structure, data, watch, device, progress)
-    return made, answers.perplexity
+    _watched(cut.source, structure, data, watch, device, progress)
+    return made
 
 
 def perplexity_of(source: Source, structure: Structure, data: Data, device: str | None) -> float | None:

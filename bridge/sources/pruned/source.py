@@ -243,3 +243,12 @@ def _cut(piece: Array, rows: Positions, columns: list[Positions]) -> Array:
         if len(kept) != piece.shape[axis] or (np.diff(kept) != 1).any():
             piece = np.take(piece, kept, axis=axis)  # array[:, kept] takes seven times as long
     return piece
+
+
+def unmeasured(source: Source) -> PrunedSource | None:
+    """The pruned model in a source whose perplexity was not measured; None for others, and for those that learned."""
+    while isinstance(source, Wrapped) and not isinstance(source, PrunedSource):
+        source = source.base
+    if not isinstance(source, PrunedSource) or source.perplexity or source.distillation:
+        return None
+    return source

@@ -16,7 +16,6 @@ from bridge.sources.pruned.scores import Scores
 from bridge.sources.pruned.source import PrunedSource
 from bridge.verification.finite import first_not_finite
 from bridge.workflows.prune.sizes import Keep
-from bridge.workflows.prune.verbs import compared
 
 if TYPE_CHECKING:
     from bridge.calibration.importance.measure import Measured
@@ -104,10 +103,13 @@ class Trial:
         if self._given:
             return self.model(keep), self._scores
         cut = self._whole.to(keep)
-        made = self._measured(cut if self._repair else self._every, self._data)
+        from bridge.verification.change import measure_change
+
+        made = self._measured(cut if self._repair else self._every, replace(self._data, held_out=()))
         smaller = cut.pruned(made.scores, repaired=made.repaired)
         scores = None if self._repair else self._scores_of(made)
-        return compared(smaller, made.perplexity, self._data, self._device), scores
+        measure_change(smaller, self._data, self._device)
+        return smaller, scores
 
     def cost(self, keep: Keep) -> float:
         """The rise of the next-token loss, nats a token; infinite if the smaller model gives no number."""

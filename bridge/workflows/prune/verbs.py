@@ -13,8 +13,7 @@ from bridge.api.request import data_of, unwarned_data_of
 from bridge.api.sensitivity.budget import is_automatic
 from bridge.api.verbs import convert
 from bridge.api.words import SchemeName, TargetName, TargetOptions
-from bridge.calibration.data import Data, Sampling
-from bridge.calibration.data.windows import enough, evaluated_windows
+from bridge.calibration.data import Sampling
 from bridge.core.errors import CalibrationError, UsageError, warn
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
@@ -108,11 +107,12 @@ def pruned(
 
         return cut.pruned({**weight_scores(cut), **tokens}, by_importance)
     from bridge.calibration.importance.measure import measure_scores
+    from bridge.verification.change import measure_change
 
-    prepared = on_windows(data_of(source, data, sampling_of(source, samples, sequence, field)), source)
+    prepared = data_of(source, data, sampling_of(source, samples, sequence, field))
     made = measure_scores(
-        cut, structure_of(source), prepared, importance=str(importance), repair=repair, by_importance=by_importance,
-        device=device, progress=callback_of(progress),
+        cut, structure_of(source), replace(prepared, held_out=()), importance=str(importance), repair=repair,
+        by_importance=by_importance, device=device, progress=callback_of(progress),
     )  # fmt: skip
     if made.thin:
         warn(
@@ -120,17 +120,9 @@ def pruned(
             "samples= (--samples)"
         )
     smaller = cut.pruned({**made.scores, **tokens}, by_importance, made.repaired)
-    return smaller if tokens else compared(smaller, made.perplexity, prepared, device)  # of other tokens another figure
-
-
-def on_windows(data: Data, source: Source) -> Data:
-    """The data with the windows that `convert` evaluates this model on, of equal rows, as held-out inputs."""
-    import torch
-
-    windows = evaluated_windows(data.windows, sum(spec.size for spec in source.specs.values()))
-    rows = [torch.tensor([window], dtype=torch.int64) for window in windows]
-    batches = tuple({"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in rows)
-    return replace(data, held_out=batches if enough(windows) else (*batches, *data.held_out))
+    if not tokens:  # `prune` measures one of fewer tokens, on rows that its own tokenizer cuts
+        measure_change(smaller, prepared, device)
+    return smaller
 
 
 def check_choice(
@@ -257,6 +249,7 @@ def prune(
     True
     """
     source, calibrates = open_source(model, config, tokenizer), is_automatic(quant)
+    data = list(data) if isinstance(data, Iterator) else data  # it may be read twice
     if not calibrates:  # before the run: what a smaller model cannot be written as is refused
         sizes = keep if sparse else keep or {}
         planned = plan(source, target, quant, keep=sizes, drop_layers=drop_layers, sparse=sparse, **options)
@@ -266,7 +259,9 @@ def prune(
         sparse=sparse, sparse_method=sparse_method, samples=samples, sequence=sequence, field=field, device=device,
         progress=progress,
     )  # fmt: skip
-    given: dict[str, Any] = {"data": data, "field": field, "device": device} if calibrates else {}
+    measures = verify and not smaller.perplexity and smaller.can_run
+    given: dict[str, Any] = {"data": data, "field": field} if calibrates or measures else {}
+    given |= {"device": device} if calibrates else {}
     return convert(
         smaller, target, quant, out, verify=verify, overwrite=overwrite,
         resume=resume, progress=progress, memory=memory, workers=workers, **given, **options,
@@ -286,24 +281,18 @@ def made_sparse(
     if method == "magnitude":
         return cut.pruned({}, sparse=sparse)
     from bridge.calibration.importance.measure import measure_zeros
+    from bridge.verification.change import measure_change
 
-    prepared = on_windows(data_of(source, data, sampling), source)
-    made, before = measure_zeros(
-        cut, structure_of(source), prepared, sparse, device=device, progress=callback_of(progress)
-    )
+    prepared = data_of(source, data, sampling)
+    made = measure_zeros(
+        cut, structure_of(source), replace(prepared, held_out=()), sparse, device=device,
+        progress=callback_of(progress),
+    )  # fmt: skip
     if made.thin:
         warn(
             f"no token reached {number(len(made.thin), 'matrix', 'matrices')} of experts, whose zeros go by magnitude "
             "alone; give more samples= (--samples)"
         )
     sparser = cut.pruned({}, repaired=made.repaired, sparse=replace(sparse, norms=made.norms))
-    return compared(sparser, before, prepared, device)
-
-
-def compared(smaller: PrunedSource, before: float | None, data: Data, device: str | None) -> PrunedSource:
-    """The model with its perplexity on held-out inputs beside that of the whole model, `before`, if that has one."""
-    from bridge.calibration.importance.measure import perplexity_of
-
-    after = None if before is None else perplexity_of(smaller, structure_of(smaller), data, device)
-    smaller.perplexity = () if before is None or after is None else (before, after)
-    return smaller
+    measure_change(sparser, prepared, device)
+    return sparser
