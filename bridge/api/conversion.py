@@ -277,6 +277,8 @@ def _decide(resolved: ResolvedRequest, recipe: str, runs: bool, clock: Clock, me
         if not measured:
             _warn_of_unused(request, compared)
         data = _comparison_data(resolved, clock) if compared else None
+    if request.sampling.evaluate is not None and data is not None and not data.held_out:
+        raise UsageError(f"evaluate= (--evaluate): {data.missing or 'no text is held out'}")
     counts = runs or resolved.uncalibrated  # data that only measure what pruning cost leave no trace in the output
     statistics = given.digest if given else data.digest if data and counts else ""
     parts = (__version__, resolved.plan.digest, resolved.source.fingerprint, statistics)

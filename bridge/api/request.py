@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from bridge.sources.opening import open_source
 from bridge.sources.rotated.opening import rotated
 from bridge.sources.source import Source
 from bridge.targets import load_target
-from bridge.verification.parity import COSINE
+from bridge.verification.parity import COSINE, KL
 
 # Bytes of a calibration file with its held-out reference outputs: 4.2 MB for tiny-llama, which keeps all of them.
 CALIBRATION_BYTES = 16 << 20
@@ -62,10 +64,16 @@ def tokens_of(evaluate: int | str | None) -> int | None:
 
 
 def gate_of(gate: str | None) -> str:
-    """UsageError for another gate than "cosine", or None for the one of KL."""
-    if gate not in (None, COSINE):
-        raise UsageError(f"gate={gate!r} (--gate) is unknown; known: {COSINE}; without it, language models go by KL")
-    return gate or ""
+    """UsageError for another gate than "cosine", "kl=0.1", or None for the bounds of KL of schemes."""
+    if gate in (None, COSINE):
+        return gate or ""
+    with suppress(ValueError, AttributeError):
+        if gate and gate.startswith(KL) and 0 < float(gate.removeprefix(KL)) < math.inf:
+            return gate
+    raise UsageError(
+        f"gate={gate!r} (--gate) is unknown; known: {COSINE}, and {KL}0.1, the most nats a token; without it, language "
+        "models go by what was measured of their scheme"
+    )
 
 
 def data_to_compare(source: Source, data: Any, sampling: Sampling = DEFAULT) -> Data:

@@ -223,8 +223,8 @@ def convert(
             tied head becomes a tensor of its own. Refused where it would not be exact.
         evaluate: run the output on so many tokens of text, 20000 or "20k", whatever its target; None takes 2,048 or
             more of the targets that are run.
-        gate: "cosine" judges language models by cosine and norm of their logits, as all others; None by KL. It is for
-            one release, in which a golden or a batch may need the former verdict.
+        gate: "kl=0.1" is the most nats a token that a language model may cost; None takes twice what was measured of
+            its scheme. "cosine" judges by cosine and norm of logits, as all other models, for one release.
         options: options of the target, see `bridge.targets.<target>.Options`.
 
     Raises:

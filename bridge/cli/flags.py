@@ -261,7 +261,7 @@ FLAGS = {
     "field": Flag("key of a JSONL record that holds its text or chat"),
     "device": Flag("where calibration runs: cpu, cuda, cuda:1"),
     "evaluate": Flag("run the output on so many tokens of text, 20k; default: 2,048 or more of what is run"),
-    "gate": Flag("cosine: judge language models by cosine and norm of logits, as before; default: by KL"),
+    "gate": Flag("kl=0.1: the most nats a token that a language model may cost; cosine: judge by logits, as before"),
     "compute": Flag("fp32: calibrate in float32; default: the model's dtype"),
     "sensitivity.compute": Flag("fp32: measure in float32; default: float32 where it is faster, for method kl"),
     "memory": Flag(_MEMORY),

@@ -23,7 +23,7 @@ from bridge.quant.calibration import Calibration, HeldOut
 from bridge.quant.schemes.bounds import divergence_bound
 from bridge.sources.source import Source
 from bridge.targets.target import Runnable
-from bridge.verification.parity import Evaluation
+from bridge.verification.parity import KL, Evaluation
 
 if TYPE_CHECKING:
     from bridge.calibration.source_logits import Logits
@@ -34,22 +34,26 @@ Run = Callable[[Batch], Any]
 
 @dataclass(frozen=True)
 class Reference:
-    """What a written model is evaluated against: text, and the source's logits; `exact`: they are float32."""
+    """What a written model is evaluated against: text, and the source's logits; `exact`: they are float32.
+
+    `whole`: so many tokens were asked for.
+    """
 
     batches: Sequence[Batch]
     logits: Logits
     exact: bool
+    whole: bool = False
 
 
 def batches_of(held: HeldOut, values: int, whole: bool = False) -> list[Batch]:
     """The batches to evaluate: windows, and the held-out rows too where they have fewer positions than wanted.
 
-    `values`: of the model, which limit the windows above the least number. `whole`: take all of them.
+    `values`: of the model, which limit the windows above the least number. `whole`: take all of them and nothing else.
     """
     windows = evaluated_windows(held.windows, values, whole)
     rows = [np.array([window], np.int64) for window in windows]
     batches: list[Batch] = [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in rows]
-    return batches if enough(windows) else [*batches, *held.inputs]
+    return batches if enough(windows) or (whole and batches) else [*batches, *held.inputs]
 
 
 @returning_pages()
@@ -68,7 +72,7 @@ def reference_of(source: Source, held: HeldOut, whole: bool = False, progress: P
     given = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in batches]
     model = (source_for(source, "fp32") if exact and not wide else source).load_model()
     logits = source_logits(model, given, lambda done: progress(done, len(given), "run the source"))
-    return Reference(batches[: logits.count], logits, exact)
+    return Reference(batches[: logits.count], logits, exact, whole)
 
 
 @returning_pages()
@@ -100,16 +104,17 @@ def evaluated(run: Run, reference: Reference, computed: str = "", progress: Prog
         perplexity=_perplexity(sums[:, 3].sum() / tokens),
         source_perplexity=_perplexity(sums[:, 2].sum() / tokens),
         computed=computed,
-        few=tokens < POSITIONS,
+        few=tokens < POSITIONS and not reference.whole,
     )
 
 
-def judged(found: Evaluation, plan: Plan) -> Evaluation:
-    """The same with the verdict of a plan's scheme."""
+def judged(found: Evaluation, plan: Plan, gate: str = "") -> Evaluation:
+    """The same with the verdict of a plan's scheme, or of the user's own bound, "kl=0.1"."""
     codes = [step.format.weight[0].dtype for step in plan.quantized if step.format]
     if not codes:
         return found
-    bound = divergence_bound(plan.scheme, min(map(code_bits, codes)))
+    own = gate.removeprefix(KL) if gate.startswith(KL) else ""
+    bound = float(own) if own else divergence_bound(plan.scheme, min(map(code_bits, codes)))
     why = "" if found.kl <= bound else f"KL {found.kl:.3g} is above {bound:.2g} nats a token"
     return replace(found, bound=bound, passed=not why, why=why)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 OUTPUTS_ASIDE = "outputs were not compared"  # how a line of `Parity.not_run` on them begins
 EVALUATION = "the cost was not measured"  # how a line of `Parity.not_run` on it begins
+KL = "kl="  # `gate`: begins the most nats a token that a language model may cost, "kl=0.1"
 COSINE = "cosine"  # `gate`: for one release, cosine and norm judge language models, too
 NO_MODEL = "this conversion built no model; `qbridge verify` runs it"
 

@@ -144,11 +144,12 @@ def _run(
     layers = target.layer_errors(directory, plan, source, references.inputs[0], runtime) if quantized else ()
     evaluation, decodes = None, hasattr(runtime, "decoded")  # then another program than its own is evaluated
     if reference:
-        evaluation, not_run = _evaluated(runtime, plan, statistics, source, reference, progress)
+        evaluation, not_run = _evaluated(runtime, plan, statistics, source, reference, check.gate, progress)
         evaluation = replace(evaluation, passed=True, why="") if evaluation and old else evaluation
         outputs = with_evaluation(outputs, evaluation, judges=not old and not decodes)
         if evaluation and evaluation.tokens < (check.evaluate or 0):
-            not_run.append(f"{check.evaluate:,} tokens were asked for, and the text has {evaluation.tokens:,}")
+            where = "the calibration keeps" if statistics and statistics.held_out else "the text has"
+            not_run.append(f"{check.evaluate:,} tokens were asked for, and {where} {evaluation.tokens:,}")
     not_run += _reservations(outputs, quantized, runtime.substitute)
     findings = []
     if source.kept and not quantized:
@@ -176,13 +177,13 @@ def _reference(
 
 
 def _evaluated(
-    runtime: Runnable, plan: Plan, statistics: Calibration | None, source: Source, reference: Reference,
+    runtime: Runnable, plan: Plan, statistics: Calibration | None, source: Source, reference: Reference, gate: str,
     progress: Progress,
 ) -> tuple[Evaluation | None, list[str]]:  # fmt: skip
     """What a written model costs, and what that does not show; VerifyError if it cannot be run."""
     try:
         run, computed, why = candidate(runtime, plan, statistics, source, reference.exact)
-        found = judged(evaluated(run, reference, computed, progress), plan)
+        found = judged(evaluated(run, reference, computed, progress), plan, gate)
         return found, [why] if why else []
     except VerifyError:
         raise

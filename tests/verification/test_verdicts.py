@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import bridge
+from bridge.core.errors import UsageError
 from bridge.quant.schemes.bounds import LEAST, MOST, divergence_bound
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.quality import REAL, read_quality
@@ -140,6 +141,11 @@ def test_a_model_that_costs_more_than_its_scheme_may_fails_by_the_second_verdict
     line = next(line for line in report.lines() if line.startswith("cost"))
     assert "FAILED: KL" in line and "is above 0.0001 nats a token" in line and "tokens" in line
     assert bridge.verify(written("int4_wo"), MODEL, data=text, gate="cosine", progress=False).passed
+    assert bridge.verify(written("int4_wo"), MODEL, data=text, gate="kl=0.5", progress=False).passed
+    assert not bridge.verify(written("int4_wo"), MODEL, data=text, gate="kl=0.001", progress=False).passed
+    for wrong in ("kl=", "kl=-1", "kl=nan", "norm"):
+        with pytest.raises(UsageError, match=r"is unknown; known: cosine, and kl=0\.1"):
+            bridge.verify(written("int4_wo"), MODEL, gate=wrong)
 
 
 def test_bounds_pass_what_was_measured_on_a_real_model_and_no_model_of_random_weights() -> None:
@@ -175,3 +181,34 @@ def test_what_was_not_run_names_the_option_that_runs_it(more: dict[str, str], tm
     lines = "\n".join(report.lines())
     assert ("passed for every weight; outputs were not run (--evaluate 2k runs them)" in lines) == (not more)
     assert report.verdicts["cost"] == ("passed" if more else "not measured") and ("\ncost " in lines) == bool(more)
+
+
+def test_a_gguf_that_its_program_reads_wrongly_fails_though_its_weights_are_right(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from bridge.targets.gguf.runtime import Runtime
+
+    real = Runtime.run_last
+    monkeypatch.setattr(
+        Runtime, "run_last", lambda self, batch: {k: v[..., ::-1] for k, v in real(self, batch).items()}
+    )
+    report = bridge.convert(MODEL, "gguf", "q8_0", tmp_path / "out", evaluate="1k", progress=False)
+    assert report.parity.evaluation and report.parity.evaluation.passed  # the decoded weights
+    assert not report.parity.outputs[0].passed and report.verdicts["file"] == "failed" and not report.command
+
+
+def test_an_evaluation_that_is_asked_for_and_impossible_is_an_error(tmp_path: Path) -> None:
+    mute = tmp_path / "mute"
+    mute.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(f"{MODEL}/{name}", mute / name)
+    with pytest.raises(UsageError, match=r"--evaluate.*no tokenizer"):
+        bridge.convert(mute, "hf", "int8_wo", tmp_path / "out", evaluate="1k")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("asked", "tokens"), [(500, 511), ("1k", 1022), (2048, 2555)])
+def test_so_many_tokens_as_are_asked_for_are_evaluated(asked: int | str, tokens: int, tmp_path: Path) -> None:
+    report = bridge.convert(MODEL, "hf", "int8_wo", tmp_path / "out", evaluate=asked, progress=False)
+    assert report.parity.evaluation and report.parity.evaluation.tokens == tokens
+    assert "held out" not in report.parity.evaluation.line()
