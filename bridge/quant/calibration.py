@@ -90,7 +90,8 @@ class HeldOut:
     `quantized` is of ModelOpt's fake-quantized model, `source` of the original: output 0, its leading axes flattened,
     at `rows` and `columns` (a vocabulary is too wide to store whole). `quantized` has no columns if ModelOpt's kernels
     do not run. Perplexities are over all batches, None if the model has no next-token loss. `windows`: token ids of
-    longer pieces of the same text, which outputs are evaluated on; () where the text has none beside its rows.
+    longer pieces of the same text, which outputs are evaluated on, -1 - id of tokens that do not count; () where the
+    text has none beside its rows.
     """
 
     inputs: tuple[dict[str, np.ndarray], ...]

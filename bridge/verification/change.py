@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from bridge.calibration.data import Data
 from bridge.calibration.data.values import EMBEDDED
-from bridge.calibration.data.windows import enough, evaluated_windows
+from bridge.calibration.data.windows import enough, evaluated_windows, tokens_of
 from bridge.calibration.importance.measure import perplexity_of
 from bridge.calibration.modelopt import import_frameworks
 from bridge.calibration.requirements import source_for
@@ -48,7 +48,7 @@ def on_windows(data: Data, source: Source) -> Data:
     import torch
 
     windows = evaluated_windows(data.windows, sum(spec.size for spec in source.specs.values()))
-    rows = [torch.tensor([window], dtype=torch.int64) for window in windows]
+    rows = [torch.tensor([tokens_of(window)], dtype=torch.int64) for window in windows]
     batches = tuple({"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in rows)
     return replace(data, batches=(), held_out=batches if enough(windows) else (*batches, *data.held_out))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.calibration.data.windows import POSITIONS, enough, evaluated_windows
+from bridge.calibration.data.windows import POSITIONS, enough, evaluated_windows, tokens_of
 from bridge.calibration.reference_outputs import PIECE, divergence, proving
 from bridge.core.errors import CannotRun, VerifyError
 from bridge.core.machine import available_memory, returning_pages
@@ -36,13 +36,14 @@ Run = Callable[[Batch], Any]
 class Reference:
     """What a written model is evaluated against: text, and the source's logits; `exact`: they are float32.
 
-    `whole`: so many tokens were asked for.
+    `whole`: so many tokens were asked for. `scored`: of the first batches, which tokens count; all of others.
     """
 
     batches: Sequence[Batch]
     logits: Logits
     exact: bool
     whole: bool = False
+    scored: Sequence[np.ndarray] = ()
 
 
 def batches_of(held: HeldOut, values: int, whole: bool = False) -> list[Batch]:
@@ -51,7 +52,7 @@ def batches_of(held: HeldOut, values: int, whole: bool = False) -> list[Batch]:
     `values`: of the model, which limit the windows above the least number. `whole`: take all of them and nothing else.
     """
     windows = evaluated_windows(held.windows, values, whole)
-    rows = [np.array([window], np.int64) for window in windows]
+    rows = [np.array([tokens_of(window)], np.int64) for window in windows]
     batches: list[Batch] = [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in rows]
     return batches if enough(windows) or (whole and batches) else [*batches, *held.inputs]
 
@@ -72,7 +73,8 @@ def reference_of(source: Source, held: HeldOut, whole: bool = False, progress: P
     given = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in batches]
     model = (source_for(source, "fp32") if exact and not wide else source).load_model()
     logits = source_logits(model, given, lambda done: progress(done, len(given), "run the source"))
-    return Reference(batches[: logits.count], logits, exact, whole)
+    scored = [np.array([window]) >= 0 for window in evaluated_windows(held.windows, values, whole)]
+    return Reference(batches[: logits.count], logits, exact, whole, scored)
 
 
 @returning_pages()
@@ -84,7 +86,7 @@ def evaluated(run: Run, reference: Reference, computed: str = "", progress: Prog
         ids = batch["input_ids"]
         if output.shape[:2] != ids.shape:
             raise CannotRun("its outputs are not the logits of each position")
-        rows += _rows(output, reference.logits, at, batch)
+        rows += _rows(output, reference.logits, at, batch, reference.scored[at] if at < len(reference.scored) else None)
         del output
         progress(at + 1, len(reference.batches), "evaluate")
     sums = np.array(rows)
@@ -103,7 +105,7 @@ def evaluated(run: Run, reference: Reference, computed: str = "", progress: Prog
         agreement=float(sums[:, 4].sum() / tokens),
         perplexity=_perplexity(sums[:, 3].sum() / tokens),
         source_perplexity=_perplexity(sums[:, 2].sum() / tokens),
-        computed=computed,
+        computed=", ".join(filter(None, [computed, "" if all(map(np.all, reference.scored)) else "answers alone"])),
         few=tokens < POSITIONS and not reference.whole,
     )
 
@@ -119,8 +121,11 @@ def judged(found: Evaluation, plan: Plan, gate: str = "") -> Evaluation:
     return replace(found, bound=bound, passed=not why, why=why)
 
 
-def _rows(output: Any, logits: Logits, at: int, batch: Batch) -> list[np.ndarray]:
-    """Of each row of a batch: positions, and the sums of KL, of both losses, and of equal first tokens."""
+def _rows(output: Any, logits: Logits, at: int, batch: Batch, scored: np.ndarray | None) -> list[np.ndarray]:
+    """Of each row of a batch: positions, and the sums of KL, of both losses, and of equal first tokens.
+
+    scored: the tokens whose prediction counts, None for all.
+    """
     import torch
 
     ids, mask = batch["input_ids"], batch.get("attention_mask")
@@ -130,6 +135,7 @@ def _rows(output: Any, logits: Logits, at: int, batch: Batch) -> list[np.ndarray
     flat, rows = values.reshape(-1, width), []
     for row in range(len(ids)):
         keep = mask[row, 1:] & mask[row, :-1]
+        keep = keep if scored is None else keep & scored[row, 1:]
         columns = np.zeros((4, length - 1))
         for begin in range(0, length - 1, step := max(1, PIECE // width)):
             part = slice(row * length + begin, row * length + min(begin + step, length - 1))

@@ -88,9 +88,11 @@ class Evaluation:
     def line(self) -> str:
         """Its figures in one line."""
         few = ", all that is held out" if self.few else ""
+        several = self.tokens >= self.window  # one row has no spread
+        error, change = (f" ± {self.kl_error:.4f}", f" (± {self.difference_error:.1%})") if several else ("", "")
         return (
-            f"KL {self.kl:.4f} ± {self.kl_error:.4f}, perplexity {self.source_perplexity:.2f} -> {self.perplexity:.2f} "
-            f"(± {self.difference_error:.1%}), same token {self.agreement:.1%}; {self.tokens:,} tokens{few}"
+            f"KL {self.kl:.4f}{error}, perplexity {self.source_perplexity:.2f} -> {self.perplexity:.2f}{change}, same "
+            f"token {self.agreement:.1%}; {self.tokens:,} tokens{few}"
         )
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from bridge.calibration.data import Data, Sampling, prepare
+from bridge.calibration.data.windows import tokens_of
 from bridge.core.errors import CalibrationError, SourceError, UsageError
 
 TEXT = "".join(chr(97 + (n * n + n // 7) % 26) for n in range(4000))
@@ -329,3 +331,33 @@ def test_a_loop_that_closes_over_itself_or_over_nothing_yet_has_a_digest() -> No
     assert made(loop).digest
     later = IDS
     assert made(loop).digest
+
+
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [TURNS, TURNS.replace("<{{ m.role }}>", "{{ loop.length }}<{{ m.role }}>")])
+def test_of_chats_what_the_assistant_says_is_scored(template: str, tmp_path: Path) -> None:
+    """A template whose beginning depends on what follows does not tell where answers are: all is scored."""
+    tokenizer = AutoTokenizer.from_pretrained("examples/models/tiny-llama")
+    tokenizer.chat_template = template
+    said = [f"Because of reason {n}, and what follows from it in the end." for n in range(900)]
+    turns = [
+        [{"role": "user", "content": f"Why is number {n} so?"}, {"role": "assistant", "content": said[n]}]
+        for n in range(900)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    source = Stub(tokenizer, vocab_size=len(tokenizer), max_position_embeddings=512)
+    data = made(tmp_path / "chats.jsonl", source)
+    assert data.windows
+    for window in data.windows:
+        scored = tokenizer.decode([token for token in window if token >= 0])
+        assert tokens_of(window) == [token if token >= 0 else -1 - token for token in window]
+        if template == TURNS:
+            assert "Because" in scored and "Why" not in scored and "assistant" not in scored
+            assert 0.3 < sum(token >= 0 for token in window) / len(window) < 0.9
+        else:
+            assert "Why" in scored and all(token >= 0 for token in window)

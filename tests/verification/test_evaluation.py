@@ -168,3 +168,18 @@ def test_all_verbs_measure_a_source_on_the_same_windows_by_default(tmp_path: Pat
         texts = [" ".join(map(str, row.tolist())) for batch in found.batches for row in batch["input_ids"]]
         parts = [" ".join(map(str, w[at : at + 32])) for w in found.windows for at in range(0, 512, 32)]
         assert sum(any(part in text for text in texts) for part in parts) <= 1, sampling  # the text has a phrase twice
+
+
+def test_tokens_that_do_not_count_change_nothing() -> None:
+    """Scored at the first half alone, figures are those of the first half."""
+    model, given = model_of("Llama"), batches(1)
+    logits = source_logits(model, tensors(given))
+    noise = torch.Generator().manual_seed(0)
+    other = model(**tensors(given)[0]).logits.detach()
+    other = other + torch.randn(other.shape, generator=noise)
+    scored = [np.arange(33)[None] < 17]
+    half = evaluated(lambda batch: other.numpy(), Reference(given, logits, True, scored=scored))
+    cut = evaluated(lambda batch: other.numpy(), Reference(given, logits, True))
+    assert (half.tokens, cut.tokens) == (16, 32) and half.computed == "answers alone" and not cut.computed
+    p, q = (torch.log_softmax(one[0, :16].double(), -1) for one in (model(**tensors(given)[0]).logits, other))
+    assert half.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-5)

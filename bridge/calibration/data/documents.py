@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,12 @@ from bridge.core.version import install
 
 CHARACTERS = 4 << 20  # of a text file; rows are spread over these, so that a corpus is not read whole
 _DEFAULT = Path(__file__).parent / "default_text.txt"
+
+
+class Chat(str):
+    """A formatted chat; `answers`: where what the assistant says begins and ends, empty if that is not known."""
+
+    answers: tuple[tuple[int, int], ...] = ()
 
 
 def documents(
@@ -82,9 +88,28 @@ def _text(record: Any, where: str, load_tokenizer: Callable[[], Any], field: str
             "tokenizer that has one (tokenizer=, --tokenizer)"
         )
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        chat = Chat(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as cause:  # templates raise errors of their own
         raise CalibrationError(f"{where}: the tokenizer's chat template refused the messages: {cause}") from cause
+    chat.answers = _answers(tokenizer, messages, chat)
+    return chat
+
+
+def _answers(tokenizer: Any, messages: Sequence[Mapping[str, Any]], chat: str) -> tuple[tuple[int, int], ...]:
+    """Where the answers are in a chat, by formatting what comes before each; () where that is not how it begins."""
+    spans = []
+    for at, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        try:
+            before = tokenizer.apply_chat_template(messages[:at], tokenize=False, add_generation_prompt=True)
+            after = tokenizer.apply_chat_template(messages[: at + 1], tokenize=False)
+        except Exception:  # a template that takes no such part of a chat
+            return ()
+        if not (chat.startswith(after) and after.startswith(before)):
+            return ()
+        spans.append((len(before), len(after)))
+    return tuple(spans)
 
 
 def _dataset(name: str, load_tokenizer: Callable[[], Any], samples: int, field: str | None) -> list[str]:

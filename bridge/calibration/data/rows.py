@@ -11,14 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from bridge.calibration.data.checks import checked
 from bridge.calibration.data.values import BATCH, HELD_OUT, SAMPLES, SEQUENCE, Data, Sampling
-from bridge.calibration.data.windows import POSITIONS, WINDOW, WINDOWS, free_places, row_places, spread
+from bridge.calibration.data.windows import POSITIONS, WINDOW, WINDOWS, free_places, marked, row_places, spread
 from bridge.core.errors import CalibrationError
 from bridge.core.text import number
 from bridge.quant.calibration import LOGITS
 from bridge.sources.configs.positions import positions, vocabulary_size
 from bridge.sources.source import Source
+
+BETWEEN = "\n\n"  # two texts
 
 
 def rows_of(texts: Sequence[str], source: Source, where: str, sampling: Sampling) -> Data:
@@ -29,7 +33,7 @@ def rows_of(texts: Sequence[str], source: Source, where: str, sampling: Sampling
         raise CalibrationError(f"{where}: the calibration text is empty")
     tokenizer = source.load_tokenizer()
     before, after = _specials(tokenizer)
-    ids = tokenizer("\n\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    ids, answers = _tokens(tokenizer, texts)
     length = sampling.sequence or min(SEQUENCE, positions(source.config) or SEQUENCE)
     content = length - len(before) - len(after)
     if content < 1:
@@ -45,6 +49,7 @@ def rows_of(texts: Sequence[str], source: Source, where: str, sampling: Sampling
             f"{where}: {number(len(ids), 'token')}, too few for a batch: one row of {length} to calibrate and one to "
             f"hold out take {2 * content}; give more text, or a smaller sequence= (--sequence)"
         )
+    plain = all(answers)
     special, limit = len(before) + len(after), positions(source.config) or WINDOW
     window, asked = min(WINDOW, limit) - special, sampling.rows
     wanted = _with_held_out(asked)
@@ -71,9 +76,31 @@ def rows_of(texts: Sequence[str], source: Source, where: str, sampling: Sampling
     if sampling.evaluate is not None or not fixed:
         number_of = WINDOWS if sampling.evaluate is None else -(-sampling.evaluate // max(1, window - 1))
         fixed = free_places(len(ids), starts, content, window, number_of)
-    cut = [ids[at : at + window] for at in fixed]
-    windows = tuple((*before, *some, *after) for some in cut)
+    windows = tuple(
+        marked(
+            [*before, *ids[at : at + window], *after],
+            [plain] * len(before) + answers[at : at + window] + [plain] * len(after),
+        )
+        for at in fixed
+    )
     return replace(data, windows=windows, warnings=(fewer,) if have < wanted else ())
+
+
+def _tokens(tokenizer: Any, texts: Sequence[str]) -> tuple[list[int], list[bool]]:
+    """The tokens of the joined texts, and which are scored: of chats what the assistant says, else all."""
+    spans, at = [], 0
+    for text in texts:
+        spans += [(at + begin, at + end) for begin, end in getattr(text, "answers", ())]
+        at += len(text) + len(BETWEEN)
+    marks = bool(spans) and getattr(tokenizer, "is_fast", False)  # others do not say where a token begins
+    more = {"return_offsets_mapping": True} if marks else {}
+    made = tokenizer(BETWEEN.join(texts), add_special_tokens=False, verbose=False, **more)
+    ids = list(made["input_ids"])
+    if not marks:
+        return ids, [True] * len(ids)
+    begins = np.array([begin for begin, _ in made["offset_mapping"]])
+    edges = np.array(spans).reshape(-1)  # an odd number of edges at or before a token: it lies in an answer
+    return ids, (np.searchsorted(edges, begins, "right") % 2 == 1).tolist()
 
 
 def _with_held_out(rows: int) -> int:

@@ -36,7 +36,7 @@ class Data:
     statistics needs none. `forward_loop`: the user's own loop, which runs the model; `batches` is then empty.
     `warnings`: what a user should know before calibrating.
     `cut`: with samples="auto", the same text cut into another number of rows; `chosen`: why it has this number.
-    `windows`: token ids of longer pieces of the text, of one length, which outputs are evaluated on.
+    `windows`: longer pieces of the text, of one length, which outputs are evaluated on, see `windows.marked`.
     """
 
     batches: tuple[dict[str, Any], ...] = ()

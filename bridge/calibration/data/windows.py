@@ -55,6 +55,20 @@ def evaluated_windows(windows: Sequence[Sequence[int]], values: int, whole: bool
     return windows[: max(least, int(FLOP / (4.0 * values * len(windows[0]))))]
 
 
+def marked(ids: Sequence[int], answers: Sequence[bool]) -> tuple[int, ...]:
+    """A window whose predictions are scored at `answers` alone: other tokens are stored as -1 - id.
+
+    >>> marked([5, 6, 7], [False, True, True]), tokens_of(marked([5, 6, 7], [False, True, True]))
+    ((-6, 6, 7), [5, 6, 7])
+    """
+    return tuple(token if scored else -1 - token for token, scored in zip(ids, answers, strict=True))
+
+
+def tokens_of(window: Sequence[int]) -> list[int]:
+    """The token ids of a window."""
+    return [token if token >= 0 else -1 - token for token in window]
+
+
 def enough(windows: Sequence[Sequence[int]]) -> bool:
-    """Whether windows have as many positions as an evaluation should have."""
-    return sum(len(window) - 1 for window in windows) >= POSITIONS
+    """Whether windows have as many scored positions as an evaluation should have."""
+    return sum(token >= 0 for window in windows for token in window[1:]) >= POSITIONS

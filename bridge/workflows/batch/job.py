@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.api.conversion import RunOptions, run
-from bridge.api.request import Request
+from bridge.api.request import Request, gate_of
 from bridge.api.verbs import calibrate
 from bridge.calibration.data import Sampling
 from bridge.core.errors import BridgeError, disk_is_full, notes_of, reason
@@ -116,7 +116,7 @@ def request_of(row: Row, progress: Progress = no_progress) -> Request:
         row.model, row.target, row.quant, row.out, calib=row.calib, data=row.data, sampling=sampling_of(row), kv=row.kv,
         device=row.device, config=row.config, tokenizer=row.tokenizer, verify=row.verify, overwrite=row.overwrite,
         resume=row.resume, progress=progress, memory=row.memory, runtime=row.runtime,
-        options=row.options, compute=row.compute, base=row.base, adapter=row.adapter,
+        options=row.options, compute=row.compute, base=row.base, adapter=row.adapter, gate=gate_of(row.gate),
     )  # fmt: skip
 
 

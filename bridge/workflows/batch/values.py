@@ -54,6 +54,7 @@ class Row:
     timeout: float | None = None
     runtime: str | None = None
     compute: str | None = None
+    gate: str | None = None
     chain: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     field: str | None = None  # the last one: after it the function of that name is not seen

@@ -14,7 +14,9 @@ from bridge.api.sensitivity.budget import is_automatic
 from bridge.api.verbs import convert
 from bridge.api.words import SchemeName, TargetName, TargetOptions
 from bridge.calibration.data import Sampling
+from bridge.core.addresses import is_remote
 from bridge.core.errors import CalibrationError, UsageError, warn
+from bridge.core.output.replace import check_free, recover
 from bridge.core.progress import Progress
 from bridge.core.progress_bar import callback_of, shows_progress
 from bridge.core.text import nearest, number
@@ -248,6 +250,9 @@ def prune(
     >>> report.passed
     True
     """
+    if out is not None and not is_remote(out):  # the run of the model comes first
+        recover(Path(out))
+        check_free(Path(out), overwrite)
     source, calibrates = open_source(model, config, tokenizer), is_automatic(quant)
     data = list(data) if isinstance(data, Iterator) else data  # it may be read twice
     if not calibrates:  # before the run: what a smaller model cannot be written as is refused

@@ -25,7 +25,7 @@ from bridge.workflows.batch import report as result
 from bridge.workflows.batch.engines import pool
 from bridge.workflows.batch.engines.local import Local
 from bridge.workflows.batch.engines.queue import JobQueue
-from bridge.workflows.batch.job import CRASH, outcome_of, run_job
+from bridge.workflows.batch.job import CRASH, outcome_of, request_of, run_job
 from bridge.workflows.batch.manifest.read import read_manifest
 from bridge.workflows.batch.prepare import calibrations, outputs
 from bridge.workflows.batch.prepare import plan as planning
@@ -212,6 +212,13 @@ def test_data_and_how_rows_are_cut_from_it_reach_the_calibration(
     assert run_job(calibrating, lambda event: None).error == "enough"
     expected = {"data": str(tmp_path / "mine.jsonl"), "field": "mine", "samples": 4, "sequence": 64, "compute": "fp32"}
     assert given | expected == given
+
+
+def test_a_row_has_a_gate_of_its_own(tmp_path: Path) -> None:
+    (one,) = planning.plan_rows(read_manifest(written(tmp_path, "fp8", more='gate = "kl=0.2"')).rows, HERE)
+    assert not one.failed and request_of(one.row).gate == "kl=0.2"
+    (one,) = planning.plan_rows(read_manifest(written(tmp_path, "fp8", more='gate = "norm"')).rows, HERE)
+    assert one.failed and "gate='norm' (--gate) is unknown; known: cosine, and kl=0.1" in one.failed.error
 
 
 def test_a_row_with_a_calibration_and_data_is_refused(tmp_path: Path) -> None:

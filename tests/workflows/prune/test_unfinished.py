@@ -51,3 +51,12 @@ def test_other_data_choose_other_parts_or_solve_others_and_are_refused(tmp_path:
         bridge.prune(LLAMA, {"ffn": 96}, tmp_path / "out", shard_size="500KB", **REPAIR | {"samples": 17})
     bridge.prune(LLAMA, {"ffn": 96}, tmp_path / "out", shard_size="500KB", resume=False, verify=False, **REPAIR)
     assert not (tmp_path / ".out.partial").exists()
+
+
+def test_an_output_that_is_there_is_refused_before_the_model_is_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr("bridge.calibration.importance.measure.measure_scores", None)
+    with pytest.raises(WriteError, match="exists already; choose another directory"):
+        bridge.prune(LLAMA, {"ffn": 96}, tmp_path / "out")

@@ -20,7 +20,7 @@ _FIELD = re.compile(r"\{(\w*)\}")
 _CONFIG = "expected a path, or a table with entries of config.json"
 TEXTS = (
     "name", "model", "target", "quant", "out", "calib", "data", "field", "kv", "device", "tokenizer", "base", "adapter",
-    "runtime", "compute", "chain",
+    "runtime", "compute", "gate", "chain",
 )  # fmt: skip
 FLAGS = ("verify", "overwrite")
 COUNTS = ("shards", "samples", "sequence")
@@ -28,7 +28,19 @@ OWN = (*TEXTS, *FLAGS, *COUNTS, "config", "memory", "timeout")  # other keys are
 PLACES = ("model", "base", "calib", "data", "tokenizer", "quant", "config")  # may be a path relative to the manifest
 OF_CHAINS = ("name", "chain", "out", "overwrite", "timeout")  # keys of a row that runs a chain
 # Copied to the row.
-UNCHANGED = ("kv", "device", "verify", "overwrite", "field", "runtime", "compute", "adapter", *COUNTS, "timeout")
+UNCHANGED = (
+    "kv",
+    "device",
+    "verify",
+    "overwrite",
+    "field",
+    "runtime",
+    "compute",
+    "gate",
+    "adapter",
+    *COUNTS,
+    "timeout",
+)
 
 
 def filled(pattern: str, words: Mapping[str, str], key: str) -> str:
