@@ -295,7 +295,7 @@ def _checked(plan: Plan, inputs: PlanInputs) -> Plan:
     _check_kept(inputs.source, plan)
     load_target(plan.target).file_metadata(plan, inputs.source)
     calibrates = inputs.scheme is not None and inputs.scheme.needs_calibration
-    if inputs.source.can_run and load_target(plan.target).runs:
+    if inputs.source.can_run and (calibrates or load_target(plan.target).runs):
         weights = 2 * sum(spec.nbytes for spec in inputs.source.specs.values())  # as stored, and the runtime's copy
         running = process_memory(weights, vocabulary_size(inputs.source.config) or 0)
         plan = replace(plan, running=running)

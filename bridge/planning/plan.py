@@ -215,7 +215,7 @@ class Plan(Displayed):
     calibration: str = ""
     """What a calibration takes of memory, as a sentence; "" if the scheme needs none."""
     running: int = 0
-    """Peak bytes of memory of a conversion that runs source and output to compare them; 0 if `convert` does not."""
+    """Peak bytes of memory of a conversion that calibrates, or runs source and output to compare them; 0 of others."""
     rotation: str = later("")
     """The rotation that was folded into the source's weights, `hadamard`; "" for none."""
 
@@ -259,7 +259,7 @@ class Plan(Displayed):
         """What is converted to what; counts and bytes; memory."""
         source = sum(spec.nbytes for spec in self.sources.values())
         sites = sum(1 for step in self.steps if step.site)
-        run = f", {size(self.running)} where outputs are compared" if self.running else ""
+        run = f", {size(self.running)} where the model is run" if self.running else ""
         return [
             f"{self.architecture} -> {self.target}, scheme {self.scheme}, plan {self.digest[:12]}",
             f"{len(self.sources):,} source tensors, {size(source)} -> {len(self.outputs):,} tensors, "

@@ -9,7 +9,7 @@ from bridge.core.mappings import mappings, read_table
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import Runtime
 from bridge.quant.describe import contract_words
-from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.catalog import RULE, scheme_names
 from bridge.quant.schemes.load import load_scheme
 from docs.generate.matrix import table
 from docs.generate.quality import kl_words
@@ -25,11 +25,17 @@ def advice() -> str:
         first, *others = row.programs
         programs = ", ".join(load_runtime(name).program for name in row.programs)
         also = f" (or {', '.join(f'`{name}`' for name in others)})" if others else ""
-        made = [[f"`--target {first} --quant {name}`{also}", kl_words(name)] for name in (row.scheme, row.small)]
+        made = [[f"`--target {first} --quant {name}`{also}", _kl(name, first)] for name in (row.scheme, row.small)]
         rows.append([row.machine, programs, *made[0], *made[1]])
     return table(
         ["hardware", "server", "`qbridge convert MODEL --out OUT` ...", "KL", "if memory is short", "KL"], rows
     )
+
+
+def _kl(name: str, program: str) -> str:
+    """The KL of the file that a program's target writes: a rule's row alone is of compressed-tensors."""
+    target = load_runtime(program).contracts[0].target
+    return kl_words(f"{name} --target {target}" if RULE in name and target != "hf" else name)
 
 
 def gpus() -> str:
