@@ -9,7 +9,6 @@ from bridge.core.errors import TableError
 from bridge.core.mappings import mappings, read_table
 from bridge.core.values import EITHER, code_bits
 from bridge.planning.contracts import Contract, Runtime
-from bridge.quant.codec.ggml import own_rounding
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.quality import DITHERED, Quality, read_quality
@@ -105,6 +104,8 @@ def best_for(program: Runtime) -> dict[str, str]:
 
 def measured_in_gguf(scheme: Scheme) -> bool:
     """Whether its figures are those of llama.cpp's own codes: other targets round the same blocks in their own way."""
+    from bridge.quant.codec.ggml import own_rounding  # with numpy, which a plan does not load
+
     return scheme.weight[0].dtype in INTEGERS and own_rounding(scheme.weight[0], "q4_0")
 
 

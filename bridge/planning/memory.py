@@ -16,8 +16,8 @@ from bridge.quant.calibration import LOGITS
 PIECE = 2 << 20  # bytes of source that are read, coded and written at once; half of it takes more calls
 SCRATCH = 20  # bytes per value of a piece beside its source: float32 twice, rounded twice, codes, scales
 CHOSEN = 8  # further bytes per value if codes or scales are read: two to a byte, one by one, cut and joined
-# Measured with tiny-llama: a worker that streams to `hf` takes 0.2 GB; a process that calibrates and runs 0.77 to 0.87 GB,
-# whether it writes checkpoints or graphs. Weights come on top.
+# Measured with tiny-llama: a worker that streams to `hf` takes 0.2 GB; a process that calibrates and runs takes 0.77 to
+# 0.87 GB, for checkpoints and for graphs. Weights come on top.
 FRESH = 250 << 20
 FRAMEWORKS = 600 << 20  # torch, transformers and ModelOpt
 RUN_BYTES_PER_VALUE = 8  # weights in float32, and the runtime's own copy: more than bfloat16 takes, 5.5 at most

@@ -49,7 +49,6 @@ def make_report(
         policies[f"{applied.module} {applied.what}"] = f"{applied.case}: {applied.policy} ({applied.value:g})"
     tied = {alias: f"tied to {name}" for alias, name in plan.tied.items()}
     kept = {step.outputs[0].spec.name: step.kept for step in plan.steps if step.kept and step.site}
-    statistics = directory / CALIBRATION  # lies there too, and no program loads it
     command = source.served(target.next_command(plan))
     mute = command and plan.target in SPEAKING and not any((directory / name).exists() for name in OWN_TOKENIZER)
     return Report(
@@ -59,7 +58,7 @@ def make_report(
         scheme=plan.scheme,
         tensors=len(plan.outputs),
         quantized=len(plan.quantized),
-        bytes=sum(path.stat().st_size for glob in target.loads for path in directory.glob(glob) if path != statistics),
+        bytes=loaded_bytes(directory, plan.target),
         source_bytes=sum(spec.nbytes for spec in plan.sources.values()),
         seconds={name: round(value, 3) for name, value in seconds.items()},
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
@@ -87,6 +86,12 @@ def make_report(
         pruning=source.summary,
         distillation=source.distillation,
     )
+
+
+def loaded_bytes(directory: Path, target: str) -> int:
+    """Bytes of the files that a program loads of an output; its calibration lies among them."""
+    files = (path for glob in load_target(target).loads for path in directory.glob(glob))
+    return sum(path.stat().st_size for path in files if path != directory / CALIBRATION)
 
 
 def save(report: Report, directory: Path) -> None:

@@ -77,7 +77,11 @@ def section(report: Report, name: str = "") -> str:
         f"tensors, {report.quantized:,} of them quantized matrices; {size(report.source_bytes)} became "
         f"{size(report.bytes)}{ratio}. Parity with the source: {_cell(verdict(report))}.",
         *_measured(report),
-        *([f"To use it:\n\n```sh\n{report.next.replace('{out}', name)}\n```"] if name and report.command else []),
+        *(
+            [f"To use it:\n\n```sh\n{report.next.replace('{out}', name)}\n```"]
+            if name and report.next and report.passed
+            else []
+        ),
         _table(("counted", "n", "of"), count_rows(report), (1, 2)),
     ]
     parts.append(_table(WEIGHTS, weight_rows(report.parity), range(3, 7)))

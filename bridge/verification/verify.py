@@ -185,9 +185,9 @@ def _evaluated(
         run, computed, why = candidate(runtime, plan, statistics, source, reference.exact)
         found = judged(evaluated(run, reference, computed, progress), plan, gate)
         return found, [why] if why else []
-    except VerifyError:
-        raise
     except BridgeError as error:
+        if isinstance(error, VerifyError) and not isinstance(error, CannotRun):
+            raise
         return None, [f"{EVALUATION}: {error}"]
 
 
@@ -261,7 +261,8 @@ def _held_out(source: Source, plan: Plan, calibration: Calibration | None, check
             return answer_again(source, kept)
         assert data is not None
         cut = data.held_out if tokens is None else tuple(first_tokens(batch, tokens) for batch in data.held_out)
-        return answer(source, replace(data, held_out=cut))
+        windows = tuple(window[:tokens] for window in data.windows)
+        return answer(source, replace(data, held_out=cut, windows=windows))
     except BridgeError as error:
         raise CannotRun(str(error)) from error
 

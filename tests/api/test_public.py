@@ -89,7 +89,7 @@ SIGNATURES = {
 REPORT = (
     "out", "plan_digest", "target", "scheme", "tensors", "quantized", "bytes", "source_bytes", "seconds", "peak_memory",
     "parity", "skipped", "policies", "findings", "notes", "versions", "made_from", "counts", "storage", "dtypes",
-    "outliers", "experts", "advice", "programs", "next", "inspect", "inspected", "pruning", "distillation",
+    "outliers", "experts", "advice", "programs", "next", "lacks", "inspect", "inspected", "pruning", "distillation",
 )  # fmt: skip
 
 

@@ -172,6 +172,10 @@ def automatic_job(
     named = [s for at, name in enumerate(names) if (s := plans.scheme_of(name, None if at else kv, structure, source))]
     _check_can_run(source, *named)
     candidates = several_schemes(source, structure, named, place, optional=not schemes)
+    used = [name for name, candidate in zip(names, candidates.formats, strict=False) if candidate.bytes]
+    if len(used) < len(names) and not schemes:  # the others are written nowhere, and so not measured
+        job = automatic_job(source, structure, used, budget, kv, place)
+        return replace(job, candidates=replace(job.candidates, why=candidates.why))
     job = Job(source, structure, tuple(names), kv, candidates, True, budget, "", "kl")
     _check_size(job)
     return job

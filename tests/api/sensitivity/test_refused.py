@@ -79,8 +79,8 @@ def test_the_ranking_is_written_before_a_recipe_is_chosen(monkeypatch: pytest.Mo
         bridge.sensitivity(narrow(384), "int4_wo", tokens(), budget="kl=1", ranking=path)
     found = json.loads(path.read_text())
     assert {layer["name"] for layer in found["layers"]} == {f"transformer.h.{n}.mlp.c_proj" for n in (0, 1)}
-    with pytest.raises(UsageError, match="exists already; choose another name for the ranking"):
-        bridge.sensitivity(narrow(384), "int4_wo", tokens(), budget="kl=1", ranking=path)
+    with pytest.raises(UsageError, match=r"a ranking ends in \.json"):
+        bridge.sensitivity(narrow(384), "int4_wo", tokens(), budget="kl=1", ranking=tmp_path / "ranking.txt")
 
 
 def test_auto_says_the_budget_and_the_schemes_with_commas_of_its_own() -> None:

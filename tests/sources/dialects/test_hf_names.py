@@ -176,8 +176,12 @@ def test_conversions_write_the_bytes_that_the_saved_model_gives(
     family: str, target: str, quant: str | None, tmp_path: Path
 ) -> None:
     model = build(family)
-    roots = [raw(model, tmp_path), tmp_path / "saved"]
-    outs = [tmp_path / f"{root.name}-out" for root in roots]
+    made = [raw(model, tmp_path), tmp_path / "saved"]
+    roots = [tmp_path / f"in-{root.name}" / "model" for root in made]  # its name is in the card
+    for root, named in zip(made, roots, strict=True):
+        named.parent.mkdir()
+        root.rename(named)
+    outs = [tmp_path / f"{root.name}-out" for root in made]
     for root, out in zip(roots, outs, strict=True):
         assert bridge.convert(root, target, quant, out).passed
     assert written(outs[0]) == written(outs[1])

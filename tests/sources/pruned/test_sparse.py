@@ -91,7 +91,8 @@ def test_zeros_stay_zeros_when_quantized(scheme: str, tmp_path: Path) -> None:
     source = bridge.pruned("examples/models/tiny-llama", sparse="2:4", sparse_method="magnitude")
     report = bridge.convert(source, "hf", scheme, tmp_path / "out")
     assert report.passed and report.pruning
-    assert report.pruning.line() == "2:4 zeros in 35 matrices (magnitude); as many bytes as before"
+    line = "2:4 zeros in 35 matrices (magnitude); as many bytes as before; perplexity 27.80 -> 44.43 on text held out"
+    assert report.pruning.line() == line
     bridge.convert(tmp_path / "out", "hf", "none", tmp_path / "plain", verify=False)
     plain = open_source(tmp_path / "plain")
     assert source.sparse is not None

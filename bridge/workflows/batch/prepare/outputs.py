@@ -20,8 +20,8 @@ from bridge.core.remote.upload_note import NOTE
 from bridge.core.text import size
 from bridge.core.version import __version__, versions
 from bridge.quant.calibration import Calibration
+from bridge.reporting.make import loaded_bytes
 from bridge.reporting.report import Report, report_from_dict
-from bridge.targets import load_target
 from bridge.workflows.batch.job import failure, outcome_of
 from bridge.workflows.batch.prepare.plan import PlannedRow, UnreachableServers, content_digest
 from bridge.workflows.batch.values import FAILED, Outcome
@@ -76,8 +76,7 @@ def _outcome(planned: PlannedRow, out: Path) -> Outcome | None:
         outcome = outcome_of(planned.row.name, report)
     except (KeyError, TypeError, AttributeError):  # not the keys and types of a report
         return None
-    weights = sum(path.stat().st_size for glob in load_target(planned.row.target).loads for path in out.glob(glob))
-    return outcome if weights == report.bytes else None
+    return outcome if loaded_bytes(out, planned.row.target) == report.bytes else None
 
 
 def _same(planned: PlannedRow, report: Report) -> bool:
