@@ -14,7 +14,6 @@ from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.quality import DITHERED, Quality, read_quality
 from bridge.quant.schemes.scheme import Scheme
 from bridge.targets import load_target, make_options
-from bridge.targets.gguf.encodings import INTEGERS
 
 MOST = 8  # schemes of a list at first sight
 
@@ -105,6 +104,7 @@ def best_for(program: Runtime) -> dict[str, str]:
 def measured_in_gguf(scheme: Scheme) -> bool:
     """Whether its figures are those of llama.cpp's own codes: other targets round the same blocks in their own way."""
     from bridge.quant.codec.ggml import own_rounding  # with numpy, which a plan does not load
+    from bridge.targets.gguf.encodings import INTEGERS
 
     return scheme.weight[0].dtype in INTEGERS and own_rounding(scheme.weight[0], "q4_0")
 

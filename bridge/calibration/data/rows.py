@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from bridge.calibration.data.checks import checked
 from bridge.calibration.data.values import BATCH, HELD_OUT, SAMPLES, SEQUENCE, Data, Sampling
 from bridge.calibration.data.windows import POSITIONS, WINDOW, WINDOWS, free_places, marked, row_places, spread
@@ -88,6 +86,8 @@ def rows_of(texts: Sequence[str], source: Source, where: str, sampling: Sampling
 
 def _tokens(tokenizer: Any, texts: Sequence[str]) -> tuple[list[int], list[bool]]:
     """The tokens of the joined texts, and which are scored: of chats what the assistant says, else all."""
+    import numpy as np
+
     spans, at = [], 0
     for text in texts:
         spans += [(at + begin, at + end) for begin, end in getattr(text, "answers", ())]
