@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bridge.core.arrays import np
 from bridge.core.dtypes import DTYPES
@@ -110,8 +110,9 @@ class MemorySource(SourceBase):
 
         from bridge.sources.live_models.checkpoint_names import computed
 
-        origin, state = self._origins[name], self._state
+        origin = self._origins[name]
         with torch.no_grad():
+            state = {part.live: self._whole(part.live) for part in origin.parts}
             if origin.computed:
                 tensor = computed(self._model, origin, state)
             else:
@@ -120,6 +121,10 @@ class MemorySource(SourceBase):
             if tensor.device.type == "meta":
                 raise SourceError(f"{name}: has no values (meta device, or offloaded); give its directory instead")
             return bits_of(tensor.detach(), origin.spec.dtype)
+
+    def _whole(self, live: str) -> Any:
+        """A tensor of the model by its name there."""
+        return self._state[live]
 
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
         """Return rows of one tensor; a tensor that must be joined is joined once for all its rows."""
@@ -157,6 +162,9 @@ class MemorySource(SourceBase):
         return loading.load_tokenizer(self._tokenizer or origin or None, None, self.where)
 
 
+Opened = TypeVar("Opened", bound=MemorySource)
+
+
 def recognizes(model: object) -> bool:
     """Take torch modules; before torch is imported there is none."""
     torch = sys.modules.get("torch")
@@ -170,10 +178,15 @@ def open_model(model: Any, config: Any = None, tokenizer: Any = None) -> MemoryS
 
         if (gpt := gpt_model(model)) is not None:
             return open_live(gpt, config, tokenizer)
-    from bridge.sources.live_models.checkpoint_names import live_names
     from bridge.sources.memory.unwrapped import unwrapped
 
-    model = unwrapped(model)
+    return open_plain(unwrapped(model), config, tokenizer)
+
+
+def open_plain(model: Any, config: Any = None, tokenizer: Any = None, opened: type[Opened] | None = None) -> Opened:
+    """Open a model without wrappers, as a `MemorySource`, or as `opened`."""
+    from bridge.sources.live_models.checkpoint_names import live_names
+
     where = f"{type(model).__name__} in memory"
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise SourceError(
@@ -193,7 +206,7 @@ def open_model(model: Any, config: Any = None, tokenizer: Any = None) -> MemoryS
     problems += quantized(None, settled, {name: origin.spec for name, origin in origins.items()})
     if problems:
         raise listed(where, problems)
-    return MemorySource(model, settled, origins, tokenizer)
+    return (opened or MemorySource)(model, settled, origins, tokenizer)  # type: ignore[return-value]
 
 
 def _config(model: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -69,15 +70,27 @@ class Groups:
         return self._keys.get(id(step))
 
 
-class Encoder:
-    """Runs steps on threads ahead of the caller, who takes their tensors in order.
+class Idle:
+    """Buffers that no thread uses at the moment; they stay for the next pass."""
 
-    Its buffers stay for the next pass.
-    """
+    def __init__(self) -> None:
+        self._idle: deque[Buffers] = deque()
+
+    @contextmanager
+    def taken(self) -> Iterator[Buffers]:
+        buffers = self._idle.pop() if self._idle else Buffers()
+        try:
+            yield buffers
+        finally:
+            self._idle.append(buffers)
+
+
+class Encoder:
+    """Runs steps on threads ahead of the caller, who takes their tensors in order."""
 
     def __init__(self, context: ConversionContext, groups: Groups, memory: int) -> None:
         self._context, self._groups, self._memory = context, groups, memory
-        self._idle: deque[Buffers] = deque()
+        self._buffers = Idle()
         self._turns = {key: threading.Lock() for key in groups.steps}
 
     def run(self) -> Iterator[tuple[Step, list[Array]]]:
@@ -104,11 +117,8 @@ class Encoder:
                     future.cancel()
 
     def _encode(self, step: Step, amaxes: dict[str, float]) -> list[Array]:
-        buffers = self._idle.pop() if self._idle else Buffers()
-        try:
+        with self._buffers.taken() as buffers:
             return encoded(step, self._context, buffers, self._amax(step, amaxes, buffers))
-        finally:
-            self._idle.append(buffers)
 
     def _amax(self, step: Step, known: dict[str, float], buffers: Buffers) -> float | None:
         """The largest amax of the group of a step, from the first of its steps on."""

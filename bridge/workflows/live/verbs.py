@@ -24,8 +24,11 @@ from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.adapted.opening import is_peft_model
 from bridge.sources.memory import MemorySource
 from bridge.sources.opening import open_source
+from bridge.sources.source import Source
 from bridge.targets.hf import TARGET
 from bridge.workflows.live.encoding import bytes_of, context_of
+from bridge.workflows.live.ranks import Ranks
+from bridge.workflows.live.sharded import is_sharded, open_sharded
 from bridge.workflows.live.tensors import Tensors
 
 SHOWN = 6  # schemes that a refusal names
@@ -41,6 +44,7 @@ def tensors(
     kv: KvName | str | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
     memory: int | str | None = None,
+    timeout: float = 600.0,
     **options: Unpack[TargetOptions],
 ) -> Tensors:
     """Plan the tensors that a server loads of a model in training; iterate over the result after every step.
@@ -49,7 +53,8 @@ def tensors(
     model.
 
     Args:
-        model: a `transformers` model in memory. Its wrappers (torch.compile, activation checkpointing) may stay.
+        model: a `transformers` model in memory. Its wrappers (FSDP2, torch.compile, activation checkpointing) may stay.
+            If ranks hold parts of it, all ranks of the default process group call this, and iterate.
         target: the program that receives them, "vllm" or "sglang"; or "hf", with any of its options.
         quant: a scheme that needs no data, "fp8_block", or one whose calibration is given; None hands over plain
             weights.
@@ -58,18 +63,36 @@ def tensors(
         config: entries that replace those of the model's config, as `convert` takes them.
         memory: bytes, or "512MB", that encoding and tensors not yet taken may hold; None takes 1 GiB, or what the
             largest tensor needs.
+        timeout: seconds that a rank waits for the others.
 
     Raises:
-        BridgeError: UsageError, SourceError, SchemeError, PlanError or CalibrationError, before a weight is read.
+        BridgeError: UsageError, SourceError, SchemeError, PlanError or CalibrationError, before a weight is read. On
+            several ranks all raise the error of one; LiveError if a rank does not come, or has another model.
 
     >>> source = bridge.tensors(model, "vllm", "fp8_block")  # doctest: +SKIP
     >>> for name, tensor in source: send(name, tensor)  # doctest: +SKIP
     """
+
+    def planned(source: Source) -> Tensors:
+        resolved = resolve(source, Request(source, target, quant, calib=calib, kv=kv, options=dict(options)))
+        return _tensors(resolved, target, memory)
+
     _check_words(model, quant)
-    source = open_source(model, config)
+    if not is_sharded(model):
+        return planned(open_source(model, config))
+    ranks = Ranks(timeout)
+    try:
+        made = planned(open_sharded(model, config, ranks))
+    except BridgeError as error:
+        ranks.fail(error, "bridge.tensors")
+    ranks.agree({"plan": made.plan.digest}, "bridge.tensors")
+    return made
+
+
+def _tensors(resolved: ResolvedRequest, target: str, memory: int | str | None) -> Tensors:
+    source = resolved.source
     if not isinstance(source, MemorySource):
         raise UsageError(f"{source.where}: not a transformers model in memory; `convert` writes other models to files")
-    resolved = resolve(source, Request(source, target, quant, calib=calib, kv=kv, options=dict(options)))
     if resolved.plan.target != "hf":
         raise UsageError(
             f"target {target!r}: writes no checkpoint that a server loads tensor by tensor; use vllm, sglang or hf"
