@@ -1,12 +1,14 @@
 """A trainer and a server in one process: weights pass from `bridge.tensors` into vLLM's model by vLLM's own code.
 
-One request a line of standard input, as JSON: `work` (a directory), `family`, `fields` of its config, `scheme`.
+One request a line of standard input, as JSON: `work` (a directory) and `scheme`, with `family` and `fields` of its
+config; without a family it is the policy of examples/train_live.py.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 import traceback
 from pathlib import Path
@@ -53,10 +55,32 @@ class Server:
             self.model.load_weights(NCCLTrainerWeightTransferEngine._checked_iter(source, source.metadata))
             finalize_layerwise_reload(self.model, self.config.model_config)
 
-    def logits(self) -> torch.Tensor:
+    def logits(self, ids: torch.Tensor = IDS) -> torch.Tensor:
         with torch.no_grad(), set_current_vllm_config(self.config), set_forward_context(None, self.config):
-            hidden = self.model(input_ids=IDS, positions=torch.arange(len(IDS)))
+            hidden = self.model(input_ids=ids.reshape(-1), positions=torch.arange(ids.numel()))
             return self.model.compute_logits(hidden).float()
+
+
+def trained(work: Path, scheme: str) -> dict[str, Any]:
+    """The example's policy, whose server is vLLM's model; each step's digest beside that of what `convert` writes."""
+    work.mkdir(parents=True)
+    equal: list[bool] = []
+
+    class Example(Server):
+        def update(self, source: Any) -> None:
+            super().update(bridge.live.vllm(source))
+
+    def start(_: Any, source: Any) -> Example:
+        for name, content in source.files.items():
+            (work / name).write_bytes(content)
+        return Example(work, "dummy")
+
+    def check(policy: Any, digest: str) -> None:
+        bridge.convert(policy, "vllm", scheme, work / "cold", verify=False, overwrite=True)
+        equal.append(digest == bridge.live.digest(work / "cold"))
+
+    train = runpy.run_path("examples/train_live.py")["train"]
+    return {"rewards": train(start, scheme, check), "equal": equal}
 
 
 def answer(work: Path, family: str, fields: dict[str, Any], scheme: str | None) -> dict[str, Any]:
@@ -91,7 +115,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            reply = answer(Path(request.pop("work")), **request)
+            reply = (answer if "family" in request else trained)(Path(request.pop("work")), **request)
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         lines.write(json.dumps(reply) + "\n")
