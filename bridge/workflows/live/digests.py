@@ -35,8 +35,8 @@ class Digest:
 def digest(directory: str | Path) -> str:
     """The digest of all safetensors files of a directory, as `bridge.tensors(...).digest()` gives it.
 
-    >>> bridge.live.digest("tiny-llama-fp8") == source.digest()  # doctest: +SKIP
-    True
+    >>> bridge.live.digest("examples/models/tiny-llama")[:16]
+    '51a286c2d543789b'
     """
     paths = sorted(Path(directory).glob("*.safetensors"))
     if not paths:

@@ -76,8 +76,13 @@ class Bucket:
 def sglang(source: Tensors, bucket: int | str = "512MB") -> Iterator[Bucket]:
     """Yield the tensors in buckets of at most so many bytes; a tensor that is larger has a bucket of its own.
 
-    >>> for bucket in bridge.live.sglang(source):  # doctest: +SKIP
-    ...     engine.update_weights_from_tensor([serialize(bucket.flattened())], load_format="flattened_bucket")
+    `engine.update_weights_from_tensor([serialize(bucket.flattened())], load_format="flattened_bucket")` takes one.
+
+    >>> from transformers import AutoModelForCausalLM
+    >>> model = AutoModelForCausalLM.from_pretrained("examples/models/tiny-llama")
+    >>> source = bridge.tensors(model, "sglang", "fp8_pc_pt")
+    >>> [len(bucket.tensors) for bucket in bridge.live.sglang(source, bucket="1MB")]
+    [13, 69, 1]
     """
     most = byte_count(bucket, "bucket=")
 

@@ -69,8 +69,11 @@ def tensors(
         BridgeError: UsageError, SourceError, SchemeError, PlanError or CalibrationError, before a weight is read. On
             several ranks all raise the error of one; LiveError if a rank does not come, or has another model.
 
-    >>> source = bridge.tensors(model, "vllm", "fp8_block")  # doctest: +SKIP
-    >>> for name, tensor in source: send(name, tensor)  # doctest: +SKIP
+    >>> from transformers import AutoModelForCausalLM
+    >>> model = AutoModelForCausalLM.from_pretrained("examples/models/tiny-llama")
+    >>> source = bridge.tensors(model, "vllm", "fp8_pc_pt")
+    >>> len(dict(source)), source.config["quant_algo"]
+    (83, 'FP8_PER_CHANNEL_PER_TOKEN')
     """
 
     def planned(source: Source) -> Tensors:
