@@ -16,9 +16,9 @@ from bridge.core.errors import UsageError, VerifyError
 from bridge.core.mappings import read_table, table_files
 from bridge.core.parsing.limited import MAX_WRITTEN_VALUES, parse_json
 from bridge.core.parsing.typed_json import typed
+from bridge.core.records import plain
 from bridge.core.remote.opening import written_at
 from bridge.core.text import nearest
-from bridge.core.values import plain
 from bridge.planning.contract_files import runtimes
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration

@@ -13,6 +13,7 @@ from typing import Any
 
 from bridge.core.errors import PlanError, SchemeError
 from bridge.core.output.names import WRITES
+from bridge.core.records import changed
 from bridge.core.remote.path import memory_ahead
 from bridge.core.text import fold_layers, fold_problems, named
 from bridge.core.values import CACHE, Format, Structure, TensorSpec, with_positive_scales
@@ -68,7 +69,7 @@ class PlanInputs:
         scheme = self.scheme.bound(structure.sites) if self.scheme else None
         structure = ungrouped(structure, scheme)
         sites = [
-            replace(site, weight=alias) if (alias := f"{site.module}.weight") in structure.tied else site
+            changed(site, weight=alias) if (alias := f"{site.module}.weight") in structure.tied else site
             for site in structure.sites
         ]
         return replace(self, structure=replace(structure, sites=tuple(sites)), scheme=scheme, notes=notes)

@@ -21,9 +21,10 @@ from bridge.core.formats.safetensors import SafetensorsFile, file_pieces
 from bridge.core.output.temporary import write_whole
 from bridge.core.parsing.limited import parse_json
 from bridge.core.parsing.typed_json import typed
+from bridge.core.records import later
 from bridge.core.remote.path import as_path
 from bridge.core.text import fold, fold_layers, grouped, number, pattern
-from bridge.core.values import Format, Numeric, later
+from bridge.core.values import Format, Numeric
 from bridge.quant.schemes.scheme import is_calibrated, is_measured
 
 VERSION = "1"

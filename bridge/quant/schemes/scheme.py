@@ -10,8 +10,9 @@ from fnmatch import fnmatchcase
 from typing import TypeGuard
 
 from bridge.core.errors import SchemeError
+from bridge.core.records import plain
 from bridge.core.text import fold_layers, nearest, number
-from bridge.core.values import AFFINE, OURS, Format, Numeric, Site, plain
+from bridge.core.values import AFFINE, OURS, Format, Numeric, Site
 from bridge.quant.schemes.grammar import Gate, Gates, Policies
 from bridge.quant.schemes.layer_ranges import from_start
 
