@@ -153,11 +153,15 @@ class _Job:
         from bridge.quant.codec.torch_codes import coded
         from bridge.quant.codec.torch_scales import TorchScales
 
+        if way == TRITON:
+            from bridge.quant.codec.triton_codes import coded as fused
+
         scales, first = TorchScales(self.numeric, self.dtype, self.coding, self.whole), self.numeric[0]
         blocks = grid(first, tuple(flat.shape), "out_in")
         packed = packing(first, "out_in", False, self.coding)
         packed = "out" if self.turned and packed == "in" else packed
-        parts, largest = coded(flat, first, self.coding, blocks, packed, scales)
+        what = (flat, first, self.coding, blocks, packed, scales)
+        parts, largest = (fused(*what) if way == TRITON else None) or coded(*what)
         return scales.constants | parts, largest
 
 
