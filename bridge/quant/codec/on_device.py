@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 HOST, TORCH, TRITON = "host", "torch", "triton"  # the ways
 PACKED = ("in", "out", "int32")  # packings that they all have
+ELSEWHERE = ("cpu", "meta", "mps")  # torch has no FP8 on MPS
 OLDEST = 8, 0  # the compute capability that Triton wants
 
 
