@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bridge.compat import fp8_casts
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec.encode import encode as encode_on_host
 from tests.quant.test_encode import SCHEMES as PLAIN_SCHEMES
@@ -72,3 +73,18 @@ def same_bytes(found: dict[str, torch.Tensor], w: torch.Tensor, numeric: tuple[N
         theirs = array.reshape(found[part].shape) if array.ndim == 0 else array
         assert found[part].is_contiguous() and ours.shape == theirs.shape, what
         np.testing.assert_array_equal(ours, theirs.view(ours.dtype), err_msg=what)
+
+
+CASTS: dict[str, dict[str, Any]] = {
+    "groupwise_activation_quant": {"block_size": 64},
+    "per_token_cast_to_fp8": {"use_ue8m0": False},
+    "per_token_cast_to_fp8 power": {"use_ue8m0": True},
+    "per_block_cast_to_fp8": {"use_ue8m0": False},
+    "per_block_cast_to_fp8 power": {"use_ue8m0": True},
+}
+
+
+def casts(w: torch.Tensor) -> list[torch.Tensor]:
+    """Codes and scales of the casts of DeepSeek's and torchtitan's kernels."""
+    made = [getattr(fp8_casts, name.split()[0])(w, **spelt) for name, spelt in CASTS.items()]
+    return [tensor for pair in made for tensor in pair]

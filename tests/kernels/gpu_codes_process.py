@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from bridge.compat import fp8_casts
 from bridge.core.errors import SourceError
 from bridge.quant.codec import on_device, torch_codes
-from bridge.quant.codec.on_device import TRITON, encode
-from tests.kernels.gpu_cases import CODINGS, SCHEMES, same_bytes, weight
+from bridge.quant.codec.on_device import HOST, TRITON, encode
+from tests.kernels.gpu_cases import CODINGS, DTYPES, SCHEMES, as_bits, casts, same_bytes, weight
 
 SHAPES = {"fp8_block": (130, 146), "fp8": (33, 146)}  # of several programs
 
@@ -43,6 +44,20 @@ def _refused(scheme: str) -> str:
     return str(refused.value)
 
 
+def _casts() -> dict[str, str]:
+    """The casts of `groups.py` of each dtype: "" if all bytes are those of the CPU."""
+    found = {}
+    for dtype in DTYPES:
+        w = weight((130, 146), dtype)
+        made = []
+        for way in (HOST, TRITON):
+            fp8_casts.best_way = lambda tensor, way=way: way
+            made.append(casts(w))
+        equal = [(as_bits(a) == as_bits(b)).all() for a, b in zip(*made, strict=True)]
+        found[f"casts {dtype}"] = "" if all(equal) else str(equal)
+    return found
+
+
 def _main(out: str) -> None:
     on_device.best_way = lambda weight: TRITON
     unfused: list[str] = []
@@ -53,9 +68,10 @@ def _main(out: str) -> None:
         return plain(*what)  # type: ignore[arg-type]
 
     torch_codes.coded = counted  # type: ignore[assignment]
+    by_groups = _casts()
     found = {" ".join(map(str, case)): _problem(*case) for case in _cases()}
     refused = {scheme: _refused(scheme) for scheme in ("fp8", "int8", "nvfp4", "fp8_block")}
-    Path(out).write_text(json.dumps({"problems": found, "refused": refused, "unfused": unfused}))
+    Path(out).write_text(json.dumps({"problems": found | by_groups, "refused": refused, "unfused": unfused}))
 
 
 if __name__ == "__main__":

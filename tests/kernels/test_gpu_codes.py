@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.gpu_cases import SCHEMES
+from tests.kernels.gpu_cases import DTYPES, SCHEMES
 
 pytest.importorskip("triton", reason="the kernels of a GPU are written for Triton")
 pytestmark = pytest.mark.slow
@@ -36,6 +36,10 @@ def test_kernels_give_the_bytes_of_the_cpu(found: Any, scheme: str) -> None:
     of_scheme = {case: problem for case, problem in found["problems"].items() if case.split()[0] == scheme}
     assert len(of_scheme) >= 9
     assert {case: problem for case, problem in of_scheme.items() if problem} == {}
+
+
+def test_casts_by_groups_have_the_bytes_of_the_cpu(found: Any) -> None:
+    assert [found["problems"][f"casts {dtype}"] for dtype in DTYPES] == ["", "", ""]
 
 
 def test_only_scales_that_are_rounded_up_are_left_to_plain_torch(found: Any) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from bridge.compat import fp8_casts
 from bridge.core.errors import SourceError
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec import on_device, torch_codes
 from bridge.quant.codec.on_device import HOST, TORCH, Checks, best_way, encode
-from tests.kernels.gpu_cases import CODINGS, DTYPES, SCHEMES, same_bytes, weight
+from tests.kernels.gpu_cases import CODINGS, DTYPES, SCHEMES, as_bits, casts, same_bytes, weight
 
 SHAPES = [(130, 146), (256, 384), (6, 16)]
 
@@ -117,3 +118,23 @@ def test_a_parameter_is_encoded_where_it_lies_and_stays_as_it_is(in_torch: None)
 def test_a_dtype_that_is_not_a_models_is_refused() -> None:
     with pytest.raises(SourceError, match="x: a weight of dtype float64 cannot be quantized"):
         encode(torch.ones(2, 4, dtype=torch.float64), SCHEMES["fp8"], name="x")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_casts_by_groups_have_the_bytes_of_the_kernels(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shape in SHAPES:
+        w = weight(shape, dtype)
+        wanted = casts(w)
+        with monkeypatch.context() as patched:
+            patched.setattr(fp8_casts, "best_way", lambda tensor: TORCH)
+            patched.setattr(on_device, "best_way", lambda tensor: TORCH)
+            for ours, theirs in zip(casts(w), wanted, strict=True):
+                assert ours.dtype == theirs.dtype and (as_bits(ours) == as_bits(theirs)).all()
+
+
+def test_casts_of_a_value_that_is_no_number_are_refused(monkeypatch: pytest.MonkeyPatch, in_torch: None) -> None:
+    monkeypatch.setattr(fp8_casts, "best_way", lambda tensor: TORCH)
+    w = weight((130, 146), "bfloat16")
+    w[129, 140] = float("inf")
+    with pytest.raises(SourceError, match="x: holds NaN or infinity"):
+        casts(w)

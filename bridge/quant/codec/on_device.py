@@ -136,6 +136,23 @@ def encode(
     return {part: _stored(tensor, shapes[part], turned) for part, tensor in parts.items()}
 
 
+def cast_by_groups(flat: Tensor, block: tuple[int, int], least: float, power: bool | None) -> tuple[Tensor, Tensor]:
+    """e4m3 codes of a matrix and float32 scales of its blocks, on its device; SourceError on NaN or infinity.
+
+    For the arguments see `torch_codes.cast_by_groups`.
+    """
+    from bridge.quant.codec import torch_codes
+
+    cast = torch_codes.cast_by_groups
+    if best_way(flat) == TRITON:
+        from bridge.quant.codec.triton_codes import cast_by_groups as cast
+    codes, scale, largest = cast(flat.contiguous(), block, least, power)
+    checks = Checks()
+    checks.add("x", largest)
+    checks.check()
+    return codes, scale
+
+
 @dataclass(frozen=True)
 class _Job:
     """A format with all that decides its bytes.
@@ -151,8 +168,7 @@ class _Job:
 
     def parts(self, flat: Tensor, way: str) -> tuple[dict[str, Tensor], Tensor]:
         """The parts of a matrix [out, in] with codes as uint8, and the maxima of its blocks."""
-        from bridge.quant.codec.torch_codes import coded
-        from bridge.quant.codec.torch_scales import TorchScales
+        from bridge.quant.codec.torch_codes import TorchScales, coded
 
         if way == TRITON:
             from bridge.quant.codec.triton_codes import coded as fused

@@ -10,11 +10,12 @@ from torch import Tensor
 from bridge._kernels.gpu import codes as kernels
 from bridge._kernels.gpu.codes import Codes, Scaled
 from bridge.core.values import Encoding, Numeric
+from bridge.quant.codec import torch_codes
 from bridge.quant.codec.blocks import FOUR_BITS, IN_INT32, Grid
 from bridge.quant.codec.kernels import INTEGER_RANGE
 from bridge.quant.codec.packing import HALF_RANGE
-from bridge.quant.codec.torch_codes import packed_codes
-from bridge.quant.codec.torch_scales import E4M3, E8M0, TorchScales
+from bridge.quant.codec.scales import E4M3_MAX
+from bridge.quant.codec.torch_codes import E4M3, E8M0, TorchScales, packed_codes
 
 ROUNDED = {"bfloat16": kernels.TO_BRAIN, "float16": kernels.TO_HALF}
 MOST = 1 << 15  # values of a block in a program
@@ -41,6 +42,15 @@ def coded(
             made, scale, largest = kernels.by_block(flat, (down, across), scaled, codes, scales.divisor)
         parts["scale"] = scale.view(_stored(numeric, coding))
     return {**parts, "codes": made if inner else packed_codes(made, numeric.dtype, packed)}, largest
+
+
+def cast_by_groups(flat: Tensor, block: tuple[int, int], least: float, power: bool | None) -> tuple[Tensor, ...]:
+    """What `torch_codes.cast_by_groups` returns, with maxima of other values."""
+    if block[0] & (block[0] - 1) or block[0] * block[1] > MOST:
+        return torch_codes.cast_by_groups(flat, block, least, power)
+    kind = kernels.QUOTIENT if power is None else kernels.POWER if power else kernels.PRODUCT
+    codes, scale, largest = kernels.by_block(flat, block, Scaled(kind, E4M3_MAX, least), Codes(kernels.FP8))
+    return codes.view(E4M3), scale.view(torch.float32), largest
 
 
 def _packs(numeric: Numeric, packed: str, blocks: Grid) -> bool:
