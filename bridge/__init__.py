@@ -26,6 +26,7 @@ _HOME = {
     "pruned": "bridge.workflows.prune.verbs",
     "search": "bridge.workflows.prune.search",
     "Searched": "bridge.workflows.prune.searched",
+    "tensors": "bridge.workflows.live.verbs",
     "batch": "bridge.workflows.batch.run",
     "BatchReport": "bridge.workflows.batch.report",
     "sensitivity": "bridge.api.sensitivity.run",
@@ -53,6 +54,7 @@ _PACKAGES = {
     "dlfw": "bridge.workflows.inspect.te.dlfw",
     "errors": "bridge.core.errors",
     "golden": "bridge.workflows.golden",
+    "live": "bridge.workflows.live",
     "targets": "bridge.targets",
     "tracker": "bridge.tracker",
 }  # imported at the first access too: `bridge.targets.tripy.build` needs no import of its own

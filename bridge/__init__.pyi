@@ -26,6 +26,7 @@ from bridge.quant.calibration import Calibration as Calibration
 from bridge.quant.schemes.scheme import Scheme as Scheme
 from bridge.reporting.report import Report as Report
 from bridge.workflows import golden as golden
+from bridge.workflows import live as live
 from bridge.workflows.batch.report import BatchReport as BatchReport
 from bridge.workflows.batch.run import batch as batch
 from bridge.workflows.chain.run import chain as chain
@@ -35,6 +36,7 @@ from bridge.workflows.inspect.live import inspecting as inspecting
 from bridge.workflows.inspect.result import Inspection as Inspection
 from bridge.workflows.inspect.te import dlfw as dlfw
 from bridge.workflows.inspect.verbs import inspect as inspect
+from bridge.workflows.live.verbs import tensors as tensors
 from bridge.workflows.prune.search import search as search
 from bridge.workflows.prune.searched import Searched as Searched
 from bridge.workflows.prune.verbs import prune as prune

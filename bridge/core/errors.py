@@ -124,6 +124,10 @@ class GoldenError(BridgeError):
     """A damaged or invalid golden, or one that would change without a reason."""
 
 
+class LiveError(BridgeError):
+    """Ranks of a trainer that did not come in time, were lost, or have another model than the others."""
+
+
 class CannotRun(VerifyError):
     """This machine cannot run the model: no runtime, memory, kernels or data."""
 

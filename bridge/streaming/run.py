@@ -115,7 +115,7 @@ class Tasks:
 def run(context: ConversionContext, directory: Path, stop: threading.Event) -> Summary:
     """Run all steps of the plan into their files in `directory`; the first error, or `stop`, ends the run."""
     plan, summary = context.plan, Summary()
-    _check_ties(context)
+    check_ties(context)
     record = _Record(context, summary, lambda key, result: context.work.mark(key, result.record()))
     tasks, files = Tasks(plan.steps, context.source), _files(context, directory)
 
@@ -285,7 +285,7 @@ def _key(step: Step) -> str:
     return "/".join(step.outputs[0].key)
 
 
-def _check_ties(context: ConversionContext) -> None:
+def check_ties(context: ConversionContext) -> None:
     """SourceError if the config ties two tensors that the checkpoint stores with different values."""
     plan, source = context.plan, context.source
     for alias, canonical in (plan.tied | plan.untied).items():

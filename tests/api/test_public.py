@@ -66,6 +66,9 @@ SIGNATURES = {
     "audio=None, stream=None",
     "check": "",
     "repair": "directory, out, *, overwrite=False, resume=True, progress=None",
+    "tensors": (
+        "model, target='vllm', quant=None, *, calib=None, kv=None, config=None, memory=None, timeout=600.0, **options"
+    ),
     "sensitivity": (
         "model, quant, data=None, *, target=None, runtime=None, budget=None, fallback=None, method='kl', kv=None, "
         "device=None, config=None, tokenizer=None, samples=None, sequence=None, field=None, memory=None, "

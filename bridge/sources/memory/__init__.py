@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bridge.core.arrays import np
 from bridge.core.dtypes import DTYPES
@@ -63,6 +63,7 @@ class MemorySource(SourceBase):
         self._model = model
         self._origins = origins
         self._state = without_ties(model, model.state_dict())  # references, no values
+        self._shapes = {name: tensor.shape for name, tensor in self._state.items()}
         self._tokenizer = tokenizer
         self._last = threading.local()  # the tensor that each thread reads rows of
 
@@ -79,6 +80,29 @@ class MemorySource(SourceBase):
         files |= given_files(tokenizer) if tokenizer is not None else {}
         files["config.json"] = config_text(self.config)
         return files
+
+    @property
+    def device(self) -> Any:
+        """The torch device of the first tensor."""
+        return next(iter(self._state.values())).device
+
+    def renew(self) -> None:
+        """Read the tensors that the model has now; SourceError if one is gone, has no values, or has another shape."""
+        from bridge.sources.live_models.checkpoint_names import without_ties
+
+        state = without_ties(self._model, self._model.state_dict())
+        wrong: dict[str, list[str]] = {}
+        for name, shape in self._shapes.items():
+            if name not in state:
+                wrong.setdefault("was in the model when it was planned, and is not any more", []).append(name)
+            elif state[name].shape != shape:
+                why = f"had shape {tuple(shape)} when it was planned, and has {tuple(state[name].shape)}"
+                wrong.setdefault(why, []).append(name)
+            elif state[name].device.type == "meta":
+                wrong.setdefault("has no values (meta device, or offloaded)", []).append(name)
+        if wrong:
+            raise listed(self.where, (f"{named(names)}: {why}; plan again" for why, names in wrong.items()))
+        self._state = state
 
     def read(self, name: str) -> np.ndarray:
         """Return one storage array: read-only, and a view of the model's memory if possible."""
@@ -99,8 +123,9 @@ class MemorySource(SourceBase):
 
         from bridge.sources.live_models.checkpoint_names import computed
 
-        origin, state = self._origins[name], self._state
+        origin = self._origins[name]
         with torch.no_grad():
+            state = {part.live: self._whole(part.live) for part in origin.parts}
             if origin.computed:
                 tensor = computed(self._model, origin, state)
             else:
@@ -109,6 +134,10 @@ class MemorySource(SourceBase):
             if tensor.device.type == "meta":
                 raise SourceError(f"{name}: has no values (meta device, or offloaded); give its directory instead")
             return tensor.detach()
+
+    def _whole(self, live: str) -> Any:
+        """A tensor of the model by its name there."""
+        return self._state[live]
 
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
         """Return rows of one tensor; a tensor that must be joined is joined once for all its rows."""
@@ -146,6 +175,9 @@ class MemorySource(SourceBase):
         return loading.load_tokenizer(self._tokenizer or origin or None, None, self.where)
 
 
+Opened = TypeVar("Opened", bound=MemorySource)
+
+
 def recognizes(model: object) -> bool:
     """Take torch modules; before torch is imported there is none."""
     torch = sys.modules.get("torch")
@@ -159,10 +191,15 @@ def open_model(model: Any, config: Any = None, tokenizer: Any = None) -> MemoryS
 
         if (gpt := gpt_model(model)) is not None:
             return open_live(gpt, config, tokenizer)
-    from bridge.sources.live_models.checkpoint_names import live_names
     from bridge.sources.memory.unwrapped import unwrapped
 
-    model = unwrapped(model)
+    return open_plain(unwrapped(model), config, tokenizer)
+
+
+def open_plain(model: Any, config: Any = None, tokenizer: Any = None, opened: type[Opened] | None = None) -> Opened:
+    """Open a model without wrappers, as a `MemorySource`, or as `opened`."""
+    from bridge.sources.live_models.checkpoint_names import live_names
+
     where = f"{type(model).__name__} in memory"
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise SourceError(
@@ -182,7 +219,7 @@ def open_model(model: Any, config: Any = None, tokenizer: Any = None) -> MemoryS
     problems += quantized(None, settled, {name: origin.spec for name, origin in origins.items()})
     if problems:
         raise listed(where, problems)
-    return MemorySource(model, settled, origins, tokenizer)
+    return (opened or MemorySource)(model, settled, origins, tokenizer)  # type: ignore[return-value]
 
 
 def _config(model: Any) -> dict[str, Any]:

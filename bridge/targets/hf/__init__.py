@@ -33,6 +33,7 @@ from bridge.targets.tasks import classes_of
 
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
+    from bridge.sources.source import Source
     from bridge.streaming.context import ConversionContext, WriteResult
     from bridge.targets.generation import Generator
 
@@ -203,15 +204,14 @@ class Hf(StreamedTarget):
         command, ranks = SERVERS[program]
         return f"{command} {ranks} {plan.options['tp']}" if ranks and plan.options["tp"] > 1 else command
 
-    def write(self, context: ConversionContext, directory: Path) -> WriteResult:
-        plan, source = context.plan, context.source
+    def files(self, plan: Plan, source: Source) -> dict[str, bytes]:
+        """What stands beside the weights: configuration, index, generation_config.json."""
         names = names_of(plan.files)
         config = without_promise(source.config, (output.spec.name for output in plan.outputs))
         dtype = plan.options["dtype"]
         if dtype != main_dtype(plan.sources.values()):
             config = restated(config, dtype)
-        files = _config_files(plan, config)
-        files = {names.at(name): content for name, content in files.items()}
+        files = {names.at(name): content for name, content in _config_files(plan, config).items()}
         if len(plan.files) > 1:
             count = sum(
                 o.spec.size for o in plan.outputs if o.part == "weight"
@@ -219,8 +219,12 @@ class Hf(StreamedTarget):
             files[names.index] = index(plan.files, {"total_parameters": count})
         if GENERATION in source.side_files:
             files[GENERATION] = generation_config(source.side_files[GENERATION])
+        return files
+
+    def write(self, context: ConversionContext, directory: Path) -> WriteResult:
+        files = self.files(context.plan, context.source)
         written = write_checkpoint(context, directory, files)
-        return dataclasses.replace(written, notes=(*written.notes, *_deviations(plan)))
+        return dataclasses.replace(written, notes=(*written.notes, *_deviations(context.plan)))
 
 
 def _format_for(scheme: Scheme | None, structure: Structure) -> str:

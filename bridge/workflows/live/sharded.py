@@ -1,0 +1,146 @@
+"""A model whose ranks hold parts of its tensors (FSDP2, DTensor) as a source."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from bridge.core.arrays import np
+from bridge.sources.memory import MemorySource, bits_of, open_plain
+from bridge.sources.memory.unwrapped import cut_tensors, unwrapped
+from bridge.sources.source import Wrapped
+from bridge.workflows.live.ranks import Ranks
+
+Range = tuple[int, int]
+
+
+class ShardedSource(MemorySource):
+    """Reads whole tensors, which all ranks must do in the same order, or the rows that this rank holds."""
+
+    ranks: Ranks
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._last_whole: tuple[str, Any] = "", None
+
+    def renew(self) -> None:
+        self._last_whole = "", None
+        super().renew()
+
+    @property
+    def device(self) -> Any:
+        return self._local(next(iter(self._state))).device
+
+    def is_cut(self, name: str) -> bool:
+        """Whether reading a tensor of the checkpoint needs other ranks."""
+        return any(_is_distributed(self._state[part.live]) for part in self._origins[name].parts)
+
+    def rows(self, name: str) -> list[Range] | None:
+        """The rows of a tensor that each rank holds; None if they do not follow each other from rank to rank."""
+        ref = self._origins[name].ref
+        if ref is None or not self.specs[name].shape or not self._in_rows(ref.live):
+            return None
+        if not ref.index:
+            return self._chunks(ref.live)
+        if ref.order != tuple(range(len(ref.order))):
+            return None
+        first, count = ref.index[0], self.specs[name].shape[0]
+        if isinstance(first, int):
+            return [(0, count) if begin <= first < end else (0, 0) for begin, end in self._chunks(ref.live)]
+        low, high = first
+        shared = [(max(begin, low) - low, min(end, high) - low) for begin, end in self._chunks(ref.live)]
+        return [(begin, end) if begin < end else (0, 0) for begin, end in shared]
+
+    def like_shards(self, name: str) -> bool:
+        """Whether ranks hold a tensor as `torch.chunk` would cut it."""
+        ref = self._origins[name].ref
+        return ref is not None and not ref.index
+
+    def read_own(self, name: str, begin: int, end: int) -> np.ndarray:
+        """Rows of a tensor that this rank holds; `begin` and `end` count in the whole tensor."""
+        ref = self._origins[name].ref
+        assert ref is not None
+        first, local = self._chunks(ref.live)[self.ranks.rank][0], self._local(ref.live)
+        if not ref.index:
+            part = local[begin - first : end - first]
+        elif isinstance(at := ref.index[0], int):
+            part = replace(ref, index=(at - first, *ref.index[1:])).of(local)[begin:end]
+        else:
+            inside = (at[0] + begin - first, at[0] + end - first)
+            part = replace(ref, index=(inside, *ref.index[1:])).of(local)
+        return bits_of(part.detach(), self.specs[name].dtype)
+
+    def _whole(self, live: str) -> Any:
+        """A tensor of the model, gathered if it is cut; a stack of experts once for all of them."""
+        if self._last_whole[0] != live:
+            self._last_whole = live, self._gathered(live)
+        return self._last_whole[1]
+
+    def _gathered(self, live: str) -> Any:
+        import torch
+
+        tensor = self._state[live]
+        if not _is_distributed(tensor):
+            return tensor
+        if not self._in_rows(live):
+            whole = tensor.full_tensor()
+            self.ranks.received += whole.nbytes - tensor.to_local().nbytes
+            return whole
+        local = self._local(live).cpu().contiguous()
+        row = local.element_size() * (tensor.numel() // max(tensor.shape[0], 1))
+        sizes = [(end - begin) * row for begin, end in self._chunks(live)]
+        parts = self.ranks.gather(local.reshape(-1).view(torch.uint8).numpy(), sizes, None, live)
+        return torch.from_numpy(np.concatenate(parts)).view(tensor.dtype).reshape(tensor.shape)
+
+    def _local(self, live: str) -> Any:
+        tensor = self._state[live]
+        return tensor.to_local().detach() if _is_distributed(tensor) else tensor
+
+    def _in_rows(self, live: str) -> bool:
+        """Whether all ranks share a tensor along its first axis, as FSDP2 does."""
+        from torch.distributed.tensor import Shard
+
+        tensor = self._state[live]
+        if not _is_distributed(tensor) or tensor.device_mesh.ndim != 1 or type(tensor.placements[0]) is not Shard:
+            return False
+        every: bool = tensor.device_mesh.mesh.tolist() == list(range(self.ranks.size))
+        return every and tensor.placements[0].dim == 0
+
+    def _chunks(self, live: str) -> list[Range]:
+        """The rows of a tensor of the model on each rank, as `torch.chunk` cuts them."""
+        rows = self._state[live].shape[0]
+        step = -(-rows // self.ranks.size)
+        return [(min(rank * step, rows), min((rank + 1) * step, rows)) for rank in range(self.ranks.size)]
+
+
+class OwnRows(Wrapped):
+    """The rows of a sharded source that this rank holds, by their place in the whole tensors."""
+
+    def __init__(self, base: ShardedSource) -> None:
+        super().__init__(base)
+        self._own = base
+
+    def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        return self._own.read_own(name, begin, end)
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether ranks hold parts of a module's tensors."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module) or not torch.distributed.is_initialized():
+        return False
+    return bool(cut_tensors(model))
+
+
+def open_sharded(model: Any, config: Any, ranks: Ranks) -> ShardedSource:
+    """Open a model of which this rank holds a part."""
+    source = open_plain(unwrapped(model, parts=True), config, opened=ShardedSource)
+    source.ranks = ranks
+    return source
+
+
+def _is_distributed(tensor: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)

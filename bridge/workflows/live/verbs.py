@@ -1,0 +1,157 @@
+"""Plan the tensors that a server loads of a model in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, Unpack
+
+from bridge.api.advice import loaded_by, recommended
+from bridge.api.plans import plan_of, scheme_of
+from bridge.api.request import Request, ResolvedRequest, resolve
+from bridge.api.sensitivity.budget import is_automatic
+from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
+from bridge.core.errors import BridgeError, CalibrationError, SourceError, UsageError
+from bridge.core.text import byte_count, size
+from bridge.planning.contract_files import load_runtime
+from bridge.planning.plan import Plan
+from bridge.quant.calibration import Calibration
+from bridge.quant.schemes.catalog import layout_of, scheme_names
+from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.scheme import Scheme
+from bridge.sources.adapted.opening import is_peft_model
+from bridge.sources.memory import MemorySource
+from bridge.sources.opening import open_source
+from bridge.sources.source import Source
+from bridge.targets.hf import TARGET
+from bridge.workflows.live.encoding import bytes_of, context_of
+from bridge.workflows.live.ranks import Ranks
+from bridge.workflows.live.sharded import is_sharded, open_sharded
+from bridge.workflows.live.tensors import Tensors
+
+SHOWN = 6  # schemes that a refusal names
+HELD = 1 << 30  # bytes that are held at a time, unless one step needs more
+
+
+def tensors(
+    model: Any,
+    target: TargetName | str = "vllm",
+    quant: SchemeName | str | Path | Scheme | None = None,
+    *,
+    calib: Calibration | str | Path | None = None,
+    kv: KvName | str | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    memory: int | str | None = None,
+    timeout: float = 600.0,
+    **options: Unpack[TargetOptions],
+) -> Tensors:
+    """Plan the tensors that a server loads of a model in training; iterate over the result after every step.
+
+    They are, byte for byte, those that `convert` would write at that moment. Reads no weight and changes nothing in the
+    model.
+
+    Args:
+        model: a `transformers` model in memory. Its wrappers (FSDP2, torch.compile, activation checkpointing) may stay.
+            If ranks hold parts of it, all ranks of the default process group call this, and iterate.
+        target: the program that receives them, "vllm" or "sglang"; or "hf", with any of its options.
+        quant: a scheme that needs no data, "fp8_block", or one whose calibration is given; None hands over plain
+            weights.
+        calib: a `Calibration`, or the path of a saved one. It stays what it is while the weights change.
+        kv: the numeric of the KV cache; "fp8_cast" needs no calibration.
+        config: entries that replace those of the model's config, as `convert` takes them.
+        memory: bytes, or "512MB", that encoding and tensors not yet taken may hold; None takes 1 GiB, or what the
+            largest tensor needs.
+        timeout: seconds that a rank waits for the others.
+
+    Raises:
+        BridgeError: UsageError, SourceError, SchemeError, PlanError or CalibrationError, before a weight is read. On
+            several ranks all raise the error of one; LiveError if a rank does not come, or has another model.
+
+    >>> source = bridge.tensors(model, "vllm", "fp8_block")  # doctest: +SKIP
+    >>> for name, tensor in source: send(name, tensor)  # doctest: +SKIP
+    """
+
+    def planned(source: Source) -> Tensors:
+        resolved = resolve(source, Request(source, target, quant, calib=calib, kv=kv, options=dict(options)))
+        return _tensors(resolved, target, memory)
+
+    _check_words(model, quant)
+    if not is_sharded(model):
+        return planned(open_source(model, config))
+    ranks = Ranks(timeout)
+    try:
+        made = planned(open_sharded(model, config, ranks))
+    except BridgeError as error:
+        ranks.fail(error, "bridge.tensors")
+    ranks.agree({"plan": made.plan.digest}, "bridge.tensors")
+    return made
+
+
+def _tensors(resolved: ResolvedRequest, target: str, memory: int | str | None) -> Tensors:
+    source = resolved.source
+    if not isinstance(source, MemorySource):
+        raise UsageError(f"{source.where}: not a transformers model in memory; `convert` writes other models to files")
+    if resolved.plan.target != "hf":
+        raise UsageError(
+            f"target {target!r}: writes no checkpoint that a server loads tensor by tensor; use vllm, sglang or hf"
+        )
+    if resolved.uncalibrated:
+        raise CalibrationError(_needs_data(resolved, target))
+    context = context_of(resolved.plan, source, resolved.calibration, resolved.scheme)
+    files = TARGET.files(resolved.plan, source)
+    settings = json.loads(files["config.json"]).get("quantization_config", {})
+    return Tensors(context, source, files, settings, _held(memory, resolved.plan))
+
+
+def _check_words(model: Any, quant: Any) -> None:
+    if is_peft_model(model):
+        raise SourceError(
+            f"{type(model).__name__} in memory: its adapter is not merged, and a server would get the base alone; give "
+            "model.merge_and_unload(), or let the server load the adapter itself"
+        )
+    if is_automatic(quant) or layout_of(quant) is not None:
+        raise UsageError(
+            f"quant={quant!r} measures the model first; make a recipe with `qbridge sensitivity`, or name one rule, "
+            "'int4:rtn' for example"
+        )
+
+
+def _held(memory: int | str | None, plan: Plan) -> int:
+    """The bytes that may be held; UsageError if the largest step needs more."""
+    context = context_of(plan, None, None, None)  # type: ignore[arg-type]  # sizes come from the plan
+    largest = max(plan.steps, key=lambda step: bytes_of(step, context))
+    least = bytes_of(largest, context)
+    if memory is None:
+        return max(HELD, least)
+    if (given := byte_count(memory, "memory=")) < least:
+        raise UsageError(
+            f"memory={size(given)} is too little: {largest.outputs[0].spec.name} takes {size(least)}; give at least "
+            f"{least} bytes"
+        )
+    return given
+
+
+def _needs_data(resolved: ResolvedRequest, target: str) -> str:
+    """Why a scheme is refused, with those of the same server that need no data."""
+    program = load_runtime(resolved.plan.program) if resolved.plan.program else None
+    known = [*recommended(program), *(loaded_by(program) if program else scheme_names())]
+
+    def fits(name: str) -> bool:
+        if load_scheme(name).needs_calibration:
+            return False
+        try:
+            scheme = scheme_of(name, None, resolved.structure, resolved.source)
+            plan_of(resolved.source, resolved.structure, target, scheme, dict(resolved.request.options))
+        except BridgeError:
+            return False
+        return True
+
+    free = islice((name for name in dict.fromkeys(known) if layout_of(name) is None and fits(name)), SHOWN)
+    what = f"quant={resolved.plan.scheme!r}"
+    what += f" with kv={resolved.request.kv!r}" if resolved.request.kv else ""
+    return (
+        f"{what} needs statistics of activations, and no calibration was given; pass calib=bridge.calibrate(model, "
+        f"{resolved.plan.scheme!r}), or use a scheme that needs none: {', '.join(free)}"
+    )
