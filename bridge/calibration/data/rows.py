@@ -13,7 +13,7 @@ from typing import Any
 
 from bridge.calibration.data.checks import checked
 from bridge.calibration.data.values import BATCH, HELD_OUT, SAMPLES, SEQUENCE, Data, Sampling
-from bridge.calibration.data.windows import POSITIONS, WINDOW, WINDOWS, free_places, marked, row_places, spread
+from bridge.calibration.data.windows import MOST, POSITIONS, WINDOW, WINDOWS, free_places, marked, row_places, spread
 from bridge.core.errors import CalibrationError
 from bridge.core.text import number
 from bridge.quant.calibration import LOGITS
@@ -74,6 +74,8 @@ def rows_of(texts: Sequence[str], source: Source, where: str, sampling: Sampling
     if sampling.evaluate is not None or not fixed:
         number_of = WINDOWS if sampling.evaluate is None else -(-sampling.evaluate // max(1, window - 1))
         fixed = free_places(len(ids), starts, content, window, number_of)
+    if sampling.evaluate is None:
+        fixed += free_places(len(ids), starts, content, window, MOST - len(fixed), fixed)
     windows = tuple(
         marked(
             [*before, *ids[at : at + window], *after],
