@@ -193,7 +193,11 @@ def test_all_verbs_measure_a_source_on_the_same_windows_by_default(tmp_path: Pat
     report = bridge.convert(MODEL, "hf", "int8_wo", tmp_path / "out", evaluate="4k", progress=False)
     pruned = bridge.pruned(MODEL, {"ffn": "50%"}, progress=False)
     assert report.parity.evaluation and pruned.perplexity
+    distilled = bridge.distill(
+        MODEL, MODEL, out=tmp_path / "d", steps=1, batch=1, lr=1e-9, pairs=None, verify=False, progress=False
+    ).distillation
     assert report.parity.evaluation.source_perplexity == pytest.approx(pruned.perplexity[0], rel=1e-5)
+    assert distilled and distilled.teacher_perplexity == pytest.approx(pruned.perplexity[0], rel=1e-5)
     source, plain = open_source(MODEL), prepare(None, open_source(MODEL))
     for sampling in (Sampling(4), Sampling(64, 256), Sampling(128), Sampling(16, 512)):
         found = prepare(None, source, sampling)
