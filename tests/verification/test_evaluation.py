@@ -176,13 +176,28 @@ def test_an_evaluation_goes_through_a_calibration_and_a_report(tmp_path: Path) -
     assert held and held.windows and held.windows == calibration.held_out.windows
     report = bridge.convert(MODEL, "hf", "fp8", tmp_path / "out", calib=calibration, evaluate="3k", progress=False)
     found = report.parity.evaluation
-    assert found and found.tokens >= 2048 and found.computed == "float32, inputs quantized" and 0 < found.bound < 0.2
+    assert found and not found.text and re.search(r"; [\d,]+ tokens$", found.line())  # a calibration names no text
+    assert found.tokens >= 2048 and found.computed == "float32, inputs quantized" and 0 < found.bound < 0.2
     import json
 
     assert report_from_dict(json.loads(report.to_json())) == report
     assert report.verdicts == {"file": "passed", "cost": "passed"}
     again = bridge.verify(tmp_path / "out", MODEL, progress=False).parity.evaluation
     assert again and again.kl == pytest.approx(found.kl, rel=1e-6)
+
+
+def test_the_line_names_the_text(tmp_path: Path) -> None:
+    import bridge
+
+    bridge.convert(MODEL, "hf", "int8_wo", tmp_path / "out", verify=False, progress=False)
+    own = tmp_path / "mine.txt"
+    own.write_text(Path("bridge/calibration/data/default_text.txt").read_text()[:9000])
+    for data, line in (
+        (None, r"; 4,088 tokens of Python's documentation$"),
+        (own, r"; \d+ tokens of mine.txt, all that is held out$"),
+    ):
+        found = bridge.verify(tmp_path / "out", MODEL, data=data, progress=False).parity.evaluation
+        assert found and re.search(line, found.line())
 
 
 def test_all_verbs_measure_a_source_on_the_same_windows_by_default(tmp_path: Path) -> None:
