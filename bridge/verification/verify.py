@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from bridge.calibration.data import Data
+from bridge.calibration.data.windows import WINDOWS
 from bridge.calibration.reference_outputs import answer, answer_again, proving
 from bridge.core.errors import BridgeError, CannotRun, VerifyError
 from bridge.core.machine import available_memory
@@ -146,6 +147,7 @@ def _run(
     if reference:
         evaluation, not_run = _evaluated(runtime, plan, statistics, source, reference, check.gate, progress)
         evaluation = replace(evaluation, passed=True, why="") if evaluation and old else evaluation
+        evaluation = replace(evaluation, text=check.data.text) if evaluation and check.data else evaluation
         outputs = with_evaluation(outputs, evaluation, judges=not old and not decodes)
         if evaluation and evaluation.tokens < (check.evaluate or 0):
             where = "the calibration keeps" if statistics and statistics.held_out else "the text has"
@@ -171,6 +173,9 @@ def _reference(
         return None, []
     try:
         check_fits(plan, "evaluate on a larger machine")
+        if check.evaluate and held.windows:  # a calibration may keep more
+            most = max(WINDOWS, -(-check.evaluate // max(1, len(held.windows[0]) - 1)))
+            held = replace(held, windows=held.windows[:most])
         return reference_of(source, held, check.evaluate is not None, progress), []
     except BridgeError as error:
         return None, [f"{EVALUATION}: {error}"]
