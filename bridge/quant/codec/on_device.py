@@ -1,7 +1,8 @@
-"""Encode a weight where it is: on a GPU its codes and scales are made there, and only they travel.
+"""Encode a weight on its device, with the bytes of the CPU.
 
-The bytes are those of `encode.encode`. A tensor of the CPU, and a format that has no other way, takes the kernels of
-the CPU; one of CUDA those of Triton where they have its format; what is left takes plain torch, without a compiler.
+Of a weight on a GPU only codes and scales travel. The bytes are those of `encode.encode`. A tensor of the CPU, and a
+format that has no other way, takes the kernels of the CPU; one of CUDA those of Triton where they have its format;
+what is left takes plain torch, without a compiler.
 """
 
 from __future__ import annotations
