@@ -1,12 +1,14 @@
-"""Rates of encoding weights on a GPU as a share of a copy there; must never count a compilation, nor run without a GPU.
+"""Rates of encoding weights on a GPU, beside a copy there.
+
+Must never count a compilation, nor run without a GPU.
 
     python benchmarks/gpu_kernels.py [--megabytes 512] [--rounds 20] [case ...]
 
-Every case runs through `bridge.quant.codec.on_device.encode`, as models in memory do, on normal random bfloat16 values,
-8,192 columns: Triton's kernels, and plain torch beside them. GB/s counts what is read once and written once. Time is
-that of the device (CUDA events) and the least of the rounds; codes are compared with those of the CPU first. 85 % of a
-copy is wanted where one scale covers blocks; where one scale covers all, a pass for its amax comes before. Never run so
-far: there was no GPU.
+Every case runs through `bridge.quant.codec.on_device.encode`, as models in memory do, on normal random bfloat16
+values, 8,192 columns: Triton's kernels, and plain torch beside them. GB/s counts what is read once and written once.
+Time is that of the device (CUDA events) and the least of the rounds; codes are compared with those of the CPU first.
+85 % of a copy is wanted where one scale covers blocks; where one scale covers all, a pass for its amax comes before.
+Never run so far: there was no GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Code the weights of a model in memory where they are: from a GPU only codes and scales are copied.
+"""Code the weights of a model in memory on their device.
 
-Only what needs nothing but the weight: what calibration chose, smoothed or cut is coded on the host.
+From a GPU only codes and scales are copied. Only what needs nothing but the weight: what calibration chose, smoothed
+or cut is coded on the host.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Maxima, scales and codes of weights on a GPU, in one read where a block fits in a program.
+"""Maxima, scales and codes of weights on a GPU.
 
-The bits are those of the CPU's `scales.py`, `quotient.py`, `fp8.py`, `fp4.py`, `integer.py`, `layout.py` and
-`groups.py`, and the formulas are explained there. Divisions are IEEE's (`/` of Triton is not, in float32), no product
-is fused with a sum, and rounding adds magic numbers. Values that are not finite get codes without a meaning: the caller
-looks at the maxima.
+A block is read once. The bits are those of the CPU's `scales.py`, `quotient.py`, `fp8.py`, `fp4.py`, `integer.py`,
+`layout.py` and `groups.py`, and the formulas are explained there. Divisions are IEEE's (`/` of Triton is not, in
+float32), no product is fused with a sum, and rounding adds magic numbers. Values that are not finite get codes without
+a meaning: the caller looks at the maxima.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Plain torch runs here on the CPU, where only tests ask for it. Triton's kernels:
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from bridge.compat import fp8_casts
 from bridge.core.errors import SourceError
 from bridge.core.values import Encoding, Numeric
 from bridge.quant.codec import on_device, torch_codes
-from bridge.quant.codec.on_device import HOST, TORCH, Checks, best_way, encode
+from bridge.quant.codec.on_device import HOST, TORCH, TRITON, Checks, best_way, encode
 from tests.kernels.gpu_cases import CODINGS, DTYPES, SCHEMES, as_bits, casts, same_bytes, weight
 
 SHAPES = [(130, 146), (256, 384), (6, 16)]
@@ -104,6 +105,25 @@ def test_a_tensor_of_the_cpu_and_a_searched_format_take_the_kernels_of_the_cpu(m
     same_bytes(encode(w, numeric), w, numeric)
     awq = Encoding(packed="awq", scale_dtype="float16")
     same_bytes(encode(w, SCHEMES["int4"], coding=awq), w, SCHEMES["int4"], coding=awq)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "triton", "way"),
+    [
+        ("cuda", (9, 0), object(), TRITON),
+        ("cuda", (7, 5), object(), TORCH),
+        ("cuda", (9, 0), None, TORCH),
+        ("xpu", (0, 0), object(), TORCH),
+        ("mps", (0, 0), object(), HOST),
+        ("meta", (0, 0), object(), HOST),
+    ],
+)
+def test_the_device_decides(
+    device: str, capability: tuple[int, int], triton: object, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(on_device, "find_spec", lambda name: triton)
+    assert best_way(SimpleNamespace(device=SimpleNamespace(type=device))) == way  # type: ignore[arg-type]
 
 
 def test_a_parameter_is_encoded_where_it_lies_and_stays_as_it_is(in_torch: None) -> None:

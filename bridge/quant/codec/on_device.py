@@ -1,7 +1,8 @@
-"""Encode a weight where it is: on a GPU its codes and scales are made there, and only they travel.
+"""Encode a weight on its device, with the bytes of the CPU.
 
-The bytes are those of `encode.encode`. A tensor of the CPU, and a format that has no other way, takes the kernels of
-the CPU; one of CUDA those of Triton where they have its format; what is left takes plain torch, without a compiler.
+Of a weight on a GPU only codes and scales travel. The bytes are those of `encode.encode`. A tensor of the CPU, and a
+format that has no other way, takes the kernels of the CPU; one of CUDA those of Triton where they have its format;
+what is left takes plain torch, without a compiler.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 HOST, TORCH, TRITON = "host", "torch", "triton"  # the ways
 PACKED = ("in", "out", "int32")  # packings that they all have
-ELSEWHERE = ("cpu", "meta", "mps")  # torch has no FP8 on MPS
+ELSEWHERE = ("cpu", "meta", "mps")  # whose tensors go to the host: torch has no FP8 on MPS
 OLDEST = 8, 0  # the compute capability that Triton wants
 
 
@@ -66,15 +67,11 @@ def best_way(weight: Tensor) -> str:
     """How a tensor is encoded on its device: `HOST`, `TRITON` or `TORCH`."""
     import torch
 
-    if weight.device.type == "cpu":
+    device = weight.device
+    if device.type in ELSEWHERE:
         return HOST
-    if (
-        weight.device.type == "cuda"
-        and find_spec("triton")
-        and torch.cuda.get_device_capability(weight.device) >= (8, 0)
-    ):
-        return TRITON
-    return TORCH
+    compiles = device.type == "cuda" and find_spec("triton") and torch.cuda.get_device_capability(device) >= OLDEST
+    return TRITON if compiles else TORCH
 
 
 def has_codes(numeric: tuple[Numeric, ...], coding: Encoding, layout: str = "out_in") -> bool:

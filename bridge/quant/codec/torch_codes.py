@@ -1,9 +1,9 @@
-"""Scales and codes of a weight in plain torch, on its device: the bytes of `encode.Encoder`, without a compiler.
+"""Scales and codes of a weight in plain torch, on its device.
 
-The formulas are those of `scales.py` and of the kernels `scales`, `fp8`, `fp4`, `integer`, `quotient` and `layout`.
-What is not finite gets codes without a meaning; the caller looks at the maxima. A division by a number is one by a
-tensor: on CUDA, torch multiplies by the inverse of a number, which has other bits (`div_true_kernel_cuda` in
-aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu).
+They are the bytes of `encode.Encoder`, and need no compiler. The formulas are those of `scales.py` and of the kernels
+`scales`, `fp8`, `fp4`, `integer`, `quotient` and `layout`. What is not finite gets codes without a meaning; the caller
+looks at the maxima. A division by a number is one by a tensor: on CUDA, torch multiplies by the inverse of a number,
+which has other bits (`div_true_kernel_cuda` in aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu).
 """
 
 from __future__ import annotations

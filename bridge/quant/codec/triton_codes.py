@@ -1,4 +1,7 @@
-"""Which of Triton's kernels codes a weight, with which numbers; what it has none for is left to plain torch."""
+"""Which of Triton's kernels codes a weight, with which numbers.
+
+What they lack is left to plain torch.
+"""
 
 from __future__ import annotations
 
