@@ -366,6 +366,16 @@ def test_an_unknown_refusal_ends_the_run() -> None:
         quality.reason("IndexError")
 
 
+def test_rows_of_other_windows_than_those_of_the_table_are_refused(tmp_path: Path) -> None:
+    bench = Bench("tiny-llama", tmp_path)
+    bench.windows = bench.windows[:1]
+    perplexity = bench.figures()["perplexity"]
+    quality.same_windows(bench, Quality(perplexity=perplexity))
+    quality.same_windows(bench, Quality())  # a model of which the table has nothing
+    with pytest.raises(SystemExit, match=r"tiny-llama: .* measure `none` and all its rows again"):
+        quality.same_windows(bench, Quality(perplexity=1.01 * perplexity))
+
+
 def test_a_unit_alone_is_rounded_and_put_back(tmp_path: Path) -> None:
     bench = Bench("tiny-llama", tmp_path)
     bench.windows = bench.windows[:1]
