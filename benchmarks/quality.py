@@ -103,7 +103,7 @@ def convert_words(row: str, bench: Bench, out: Path, report: bool = False) -> li
     words += MLX if target == "mlx" else []
     if bench.calibration and (report or best or load_scheme(name).needs_calibration):
         options += ["--data", str(bench.calibration), "--compute", "fp32"]
-    verify = [] if report else ["--no-verify"]
+    verify = ["--evaluate", "2k"] if report else ["--no-verify"]  # of schemes without data no output is run else
     return [*words, *options, "--out", str(out), *verify, "--quiet", "--overwrite", "--no-resume"]
 
 

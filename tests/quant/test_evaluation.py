@@ -349,7 +349,8 @@ def test_commands_say_data_and_options(tmp_path: Path) -> None:
     options = load_scheme(words[words.index("--quant") + 1]).options
     assert dict(options)["steps"] == 20 and "steps=20" not in words and {"--data", "--group"} <= {*words}
     words = quality.convert_words("q8_0", bench, tmp_path / "out", report=True)
-    assert words[words.index("--target") + 1] == "gguf" and "--no-verify" not in words and "--data" in words
+    assert words[words.index("--target") + 1] == "gguf" and "--no-verify" not in words
+    assert {"--data", "--evaluate"} <= {*words}
     assert "--data" not in quality.convert_words("int8_wo", bench, tmp_path / "out")
 
 
