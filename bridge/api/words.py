@@ -10,7 +10,7 @@ SchemeName = Literal[
     "affine2", "affine3", "affine4", "affine5", "affine6", "affine8", "fp8", "fp8_block", "fp8_block_dynamic",
     "fp8_pc_pt", "int4", "int4:awq", "int4:best", "int4:gptq", "int4:imatrix", "int4:rtn", "int4:signround", "int4_awq",
     "int4_awq_clip", "int4_awq_full", "int4_gptq", "int4_mse", "int4_wo", "int8", "int8_pc_pt", "int8_sq", "int8_wo",
-    "iq4_nl", "iq4_xs", "mxfp4", "mxfp4_wo", "mxfp4_wo:best", "mxfp4_wo:gptq", "mxfp4_wo:imatrix", "mxfp4_wo:rtn",
+    "iq4_nl", "iq4_xs", "mxfp4", "mxfp4_wo", "mxfp4_wo:best", "mxfp4_wo:gptq", "mxfp4_wo:imatrix", "mxfp4_wo:mse",
     "mxfp8", "mxfp8_wo", "nvfp4", "nvfp4:best", "nvfp4:gptq", "nvfp4:imatrix", "nvfp4:mse", "nvfp4_awq",
     "nvfp4_experts_only", "nvfp4_four_over_six", "nvfp4_gptq", "nvfp4_input_scale1", "nvfp4_local_hessian",
     "nvfp4_mlp_only", "nvfp4_mse", "nvfp4_wo", "nvfp4_wo:best", "nvfp4_wo:gptq", "nvfp4_wo:imatrix", "nvfp4_wo:mse",

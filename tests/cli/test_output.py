@@ -222,7 +222,7 @@ NVFP4 = [
     "nvfp4_wo:gptq", "nvfp4_wo:imatrix", "nvfp4_wo:mse", "nvfp4_wo_mse",
 ]  # fmt: skip
 BEST = ["nvfp4:best", "nvfp4_wo:best"]
-MX = ["mxfp4", "mxfp4_wo", "mxfp4_wo:best", "mxfp4_wo:gptq", "mxfp4_wo:imatrix", "mxfp4_wo:rtn", "mxfp8", "mxfp8_wo"]
+MX = ["mxfp4", "mxfp4_wo", "mxfp4_wo:best", "mxfp4_wo:gptq", "mxfp4_wo:imatrix", "mxfp4_wo:mse", "mxfp8", "mxfp8_wo"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -146,13 +147,25 @@ def test_two_scales_with_the_same_error_are_both_the_one_that_was_searched(facto
     assert sums.not_repeated == others
 
 
+def test_mxfp4_mse_takes_the_powers_of_two_with_the_least_error() -> None:
+    weight, errors = matrix(), {}
+    for name in ("mxfp4_wo", "mxfp4_wo:mse"):
+        numerics = load_scheme(name).format.weight
+        moved = decode(encode(weight, "float32", numerics), numerics, weight.shape) - weight
+        errors[name] = (moved.astype(np.float64) ** 2).reshape(24, 3, 32).sum(-1)
+    blocks = weight.reshape(24, 3, 32).astype(np.float64)
+    tried = []
+    for power in 2.0 ** np.arange(-12, 9):
+        codes = np.clip(blocks / power, -6, 6).astype(np.float32).astype(ml_dtypes.float4_e2m1fn)
+        tried.append(((codes.astype(np.float64) * power - blocks) ** 2).sum(-1))
+    np.testing.assert_allclose(errors["mxfp4_wo:mse"], np.min(tried, axis=0), rtol=1e-5)  # sums in float32
+    assert errors["mxfp4_wo:mse"].mean() < 0.95 * errors["mxfp4_wo"].mean()
+
+
 def test_names_with_a_colon_are_schemes_in_any_case() -> None:
     names = [name for name in scheme_names() if ":" in name]
-    fp4 = [f"{layout}:{rule}" for layout in ("nvfp4", "nvfp4_wo") for rule in ("gptq", "imatrix", "mse")]
-    assert names == [
-        "int4:awq", "int4:gptq", "int4:imatrix", "int4:rtn", "int4:signround", "mxfp4_wo:gptq",
-        "mxfp4_wo:imatrix", "mxfp4_wo:rtn", *fp4,
-    ]  # fmt: skip
+    fp4 = [f"{layout}:{rule}" for layout in ("mxfp4_wo", "nvfp4", "nvfp4_wo") for rule in ("gptq", "imatrix", "mse")]
+    assert names == ["int4:awq", "int4:gptq", "int4:imatrix", "int4:rtn", "int4:signround", *fp4]
     assert load_scheme("INT4:RTN") == load_scheme("int4:rtn")
     assert not load_scheme("int4:rtn").needs_calibration
     assert load_scheme("int4:gptq").needs_calibration and not load_scheme("int4:gptq").needs_modelopt

@@ -24,7 +24,7 @@ ALL = [
     "affine2", "affine3", "affine4", "affine5", "affine6", "affine8", "fp8", "fp8_block", "fp8_block_dynamic",
     "fp8_pc_pt", "int4:awq", "int4:gptq", "int4:imatrix", "int4:rtn", "int4:signround", "int4_awq", "int4_awq_clip",
     "int4_awq_full", "int4_gptq", "int4_mse", "int4_wo", "int8", "int8_pc_pt", "int8_sq", "int8_wo", "iq4_nl", "iq4_xs",
-    "mxfp4", "mxfp4_wo", "mxfp4_wo:gptq", "mxfp4_wo:imatrix", "mxfp4_wo:rtn", "mxfp8", "mxfp8_wo", "nvfp4",
+    "mxfp4", "mxfp4_wo", "mxfp4_wo:gptq", "mxfp4_wo:imatrix", "mxfp4_wo:mse", "mxfp8", "mxfp8_wo", "nvfp4",
     "nvfp4:gptq", "nvfp4:imatrix", "nvfp4:mse", "nvfp4_awq", "nvfp4_experts_only", "nvfp4_four_over_six", "nvfp4_gptq",
     "nvfp4_input_scale1", "nvfp4_local_hessian", "nvfp4_mlp_only", "nvfp4_mse", "nvfp4_wo", "nvfp4_wo:gptq",
     "nvfp4_wo:imatrix", "nvfp4_wo:mse", "nvfp4_wo_mse", "q2_k", "q3_k_l", "q3_k_m", "q3_k_s", "q4_0", "q4_0_imatrix",
@@ -146,7 +146,7 @@ def test_unknown_names_tell_the_nearest() -> None:
 def test_digest_follows_what_is_calibrated_and_nothing_else() -> None:
     scheme = load_scheme("fp8")
     assert replace(scheme, name="x", summary="y", parity=load_scheme("nvfp4").parity).digest == scheme.digest
-    same = {"nvfp4:mse", "nvfp4_wo:mse", "mxfp4_wo:rtn"}  # as nvfp4_mse, nvfp4_wo_mse and mxfp4_wo
+    same = {"nvfp4:mse", "nvfp4_wo:mse"}  # as nvfp4_mse and nvfp4_wo_mse
     assert len({load_scheme(name).digest for name in ALL}) == len(ALL) - len(same)
     assert load_scheme("fp8", kv="fp8").digest != scheme.digest
     assert replace(load_scheme("int8"), options=(("alpha", 0.5),)).digest != load_scheme("int8").digest
