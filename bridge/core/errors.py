@@ -125,7 +125,7 @@ class GoldenError(BridgeError):
 
 
 class LiveError(BridgeError):
-    """Ranks of a trainer that did not come in time, were lost, or have another model than the others."""
+    """A model in training that changed since it was planned, or ranks of it that did not come in time or differ."""
 
 
 class CannotRun(VerifyError):

@@ -16,6 +16,8 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "bridge.convert", "bridge.plan", "bridge.estimate", "bridge.calibrate", "bridge.verify", "bridge.run",
             "bridge.engine", "bridge.check", "bridge.repair",
             "bridge.sensitivity", "bridge.prune", "bridge.pruned", "bridge.search", "bridge.distill", "bridge.chain",
+            "bridge.tensors", "bridge.live.digest",
+            "bridge.live.vllm", "bridge.live.sglang",
             "bridge.inspect", "bridge.inspecting", "bridge.batch",
             "bridge.golden.record", "bridge.golden.check", "bridge.golden.diff",
         ),
@@ -34,7 +36,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "bridge.api.sensitivity.result.Layer",
             "bridge.api.sensitivity.result.InFormat", "bridge.api.sensitivity.result.Whole",
             "bridge.api.sensitivity.result.Choice", "bridge.BatchReport", "bridge.golden.Golden",
-            "bridge.golden.Differences",
+            "bridge.golden.Differences", "bridge.live.Tensors", "bridge.live.TensorMeta", "bridge.live.Bucket",
             "bridge.api.generation.Generation", "bridge.sources.pruned.summary.Pruning",
             "bridge.sources.pruned.scores.Scores",
             "bridge.sources.live_models.distillation.Distillation", "bridge.workflows.chain.result.ChainReport",
@@ -97,7 +99,9 @@ def home(name: str) -> str:
     ('bridge.api.verbs.convert', 'bridge.workflows.golden.verbs.check', 'bridge.core.values.Site')
     """
     module, _, short = name.rpartition(".")
-    homes = {"bridge": bridge, "bridge.golden": bridge.golden, "bridge.tracker": bridge.tracker}
+    homes = {f"bridge.{package}": getattr(bridge, package) for package in ("golden", "live", "tracker")} | {
+        "bridge": bridge
+    }
     found = homes[module]._HOME.get(short, module) if module in homes else module
     return f"{found}.{short}"
 

@@ -74,6 +74,15 @@ def _recipe() -> None:
     bridge.plan(SOURCE, "hf", "mixed.toml")
 
 
+def _resized() -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(SOURCE)
+    source = bridge.tensors(model, "vllm", "fp8_pc_pt")
+    model.lm_head.weight.data = model.lm_head.weight.data[:1000]
+    dict(source)
+
+
 def _export() -> None:
     from bridge.targets.onnx.export.export import export_graph
 
@@ -211,6 +220,11 @@ EXAMPLES: dict[str, Example] = {
         'bridge.convert("tiny-llama", "hf", "fp8", "out", calib="short.txt")',
         _short,
         "Give more data, other data, or a calibration of this model.",
+    ),
+    "LiveError": Example(
+        "for name, tensor in source: ...  # the head lost rows since bridge.tensors",
+        _resized,
+        "Call `bridge.tensors` again; the server needs a new start, too.",
     ),
     "TrainingError": Example(
         'bridge.distill("tiny-llama", "tiny-llama", out="trained", memory="1MB")',

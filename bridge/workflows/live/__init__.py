@@ -1,4 +1,4 @@
-"""Hand the weights of a model in training to a running server, quantized, without a file.
+"""Give a running server the quantized weights of a model in training.
 
     source = bridge.tensors(model, target="vllm", quant="fp8_block")
     engine = TrainerWeightTransferEngine.trainer_init(info, client=client, source=bridge.live.vllm(source))
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "Tensors": "bridge.workflows.live.tensors",
     "TensorMeta": "bridge.workflows.live.tensors",
+    "Bucket": "bridge.workflows.live.servers",
     "digest": "bridge.workflows.live.digests",
     "vllm": "bridge.workflows.live.servers",
     "sglang": "bridge.workflows.live.servers",
@@ -22,10 +23,10 @@ _HOME = {
 
 if TYPE_CHECKING:
     from bridge.workflows.live.digests import digest
-    from bridge.workflows.live.servers import sglang, vllm
+    from bridge.workflows.live.servers import Bucket, sglang, vllm
     from bridge.workflows.live.tensors import TensorMeta, Tensors
 
-__all__ = ["TensorMeta", "Tensors", "digest", "sglang", "vllm"]
+__all__ = ["Bucket", "TensorMeta", "Tensors", "digest", "sglang", "vllm"]
 
 
 def __getattr__(name: str) -> Any:

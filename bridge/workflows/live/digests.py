@@ -1,4 +1,4 @@
-"""One digest for the tensors of a model, whether a server receives them or a directory holds them."""
+"""One digest for the tensors of a model or of a directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encode the steps of a plan into memory, in the plan's order and within a byte budget."""
+"""Encode a plan's steps into memory, in order, within a byte budget."""
 
 from __future__ import annotations
 

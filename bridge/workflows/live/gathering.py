@@ -1,4 +1,4 @@
-"""Encode a plan on the ranks of a trainer: each its own rows first, and codes pass between ranks, not weights."""
+"""Encode a plan on several ranks: codes pass between them, not weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of a trainer share the steps of a plan: each encodes its own rows where no scale crosses them."""
+"""Which rows of a plan's steps each rank of a trainer encodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors in the form in which vLLM and SGLang take weights from a trainer."""
+"""Tensors as vLLM and SGLang take them from a trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose ranks hold parts of its tensors (FSDP2, DTensor) as a source."""
+"""A model whose ranks hold parts of its tensors, as a source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors that a server loads, made of a model in memory at every iteration."""
+"""The tensors that a server loads, made anew at every iteration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.dtypes import DTYPES
-from bridge.core.errors import BridgeError
+from bridge.core.errors import LiveError, SourceError
 from bridge.core.formats.safetensors import stored_shape
 from bridge.core.values import TensorSpec
 from bridge.planning.plan import Output, Plan, Step
@@ -101,17 +101,18 @@ class Tensors:
 
     def _begin(self) -> None:
         """Renew the model's tensors, on all ranks or on none."""
-        if not isinstance(self._model, ShardedSource):
-            self._model.renew()
-            check_ties(self._context)
-            return
-        ranks, what = self._model.ranks, f"iteration {self._rounds + 1}"
+        what = f"iteration {self._rounds + 1}"
         self._rounds += 1
+        ranks = self._model.ranks if isinstance(self._model, ShardedSource) else None
         try:
             self._model.renew()
-        except BridgeError as error:
-            ranks.fail(error, what)
-        ranks.agree({"plan": self.plan.digest, "number of iterations": self._rounds}, what)
+        except SourceError as error:
+            changed = LiveError(str(error))
+            if ranks is None:
+                raise changed from error
+            ranks.fail(changed, what)
+        if ranks is not None:
+            ranks.agree({"plan": self.plan.digest, "number of iterations": self._rounds}, what)
         check_ties(self._context)
 
     def _tensors(self, steps: Iterator[tuple[Step, list[Array]]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -115,7 +115,7 @@ def test_four_ranks_share_what_does_not_divide(tmp_path: Path) -> None:
         ("refused", "UsageError", "memory=1 MB is too little"),
         ("nan", "SourceError", "model.layers.1.mlp.up_proj.weight: NaN in 1 block of rows"),
         ("nan-under-one-scale", "SourceError", "model.layers.1.mlp.up_proj.weight: holds NaN or infinity"),
-        ("reshaped", "SourceError", "model.norm.weight: had shape (256,) when it was planned, and has (3,)"),
+        ("reshaped", "LiveError", "model.norm.weight: had shape (256,) when it was planned, and has (3,)"),
         ("ahead", "LiveError", "waited for the others, at most 8 seconds (timeout=)"),
         ("late", "LiveError", "iteration 1: rank"),
     ],

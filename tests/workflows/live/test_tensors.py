@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import types
@@ -14,11 +15,12 @@ from safetensors.torch import load_file
 
 import bridge
 from bridge.core import aligned_buffers
-from bridge.core.errors import CalibrationError, SchemeError, SourceError, UsageError
+from bridge.core.errors import CalibrationError, LiveError, SchemeError, SourceError, UsageError
 from bridge.planning import make
 from bridge.workflows.live import encoding
 from tests.covering import grid
 from tests.models.decoder_families import build
+from tests.oracles import sglang_oracle
 from tests.workflows.live.families import FIELDS, SCHEMES
 
 
@@ -143,17 +145,17 @@ def test_a_model_that_changed_since_it_was_planned_is_refused() -> None:
     model = made()
     source = bridge.tensors(model, "vllm", "fp8_pc_pt")
     model.resize_token_embeddings(321)
-    with pytest.raises(SourceError, match=r"embed_tokens.weight.*: had shape \(320, 256\) when it was planned"):
+    with pytest.raises(LiveError, match=r"embed_tokens.weight.*: had shape \(320, 256\) when it was planned"):
         source.digest()
     model = made()
     source = bridge.tensors(model, "vllm", "fp8_pc_pt")
     del model.model.layers[1]
-    with pytest.raises(SourceError, match=r"model.layers.1.*was in the model when it was planned, and is not any more"):
+    with pytest.raises(LiveError, match=r"model.layers.1.*was in the model when it was planned, and is not any more"):
         source.digest()
     model = made()
     source = bridge.tensors(model, "vllm", "fp8_pc_pt")
     model.lm_head.to("meta")
-    with pytest.raises(SourceError, match=r"lm_head.weight: has no values"):
+    with pytest.raises(LiveError, match=r"lm_head.weight: has no values"):
         source.digest()
 
 
@@ -208,3 +210,28 @@ def test_buckets_hold_every_tensor_once_and_no_more_than_they_may() -> None:
             at += whole[name].nbytes
         seen += request["names"]
     assert sorted(seen) == sorted(whole) and len(seen) == len(whole)
+
+
+def test_sglang_takes_its_tensors_out_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    sglang_oracle.require()
+    name = "sglang.srt.weight_sync.tensor_bucket"
+    path = sglang_oracle.PACKAGES / name.replace(".", "/")
+    spec = importlib.util.spec_from_file_location(name, path.with_suffix(".py"))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    for package in ("sglang", "sglang.srt", "sglang.srt.weight_sync"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    source = bridge.tensors(made(), "sglang", "nvfp4_wo")
+    got: dict[str, torch.Tensor] = {}
+    for bucket in bridge.live.sglang(source, bucket="200KB"):
+        got |= dict(module.FlattenedTensorBucket(**bucket.flattened()).reconstruct_tensors())
+        empty = module.FlattenedTensorBucket.empty(
+            *bucket.names().values(), "cpu"
+        )  # of update_weights_from_distributed
+        assert empty.flattened_tensor.shape == bucket.flattened()["flattened_tensor"].shape
+    for name, tensor in source:
+        assert (got[name].dtype, got[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(bits(got.pop(name)), bits(tensor))
+    assert not got
