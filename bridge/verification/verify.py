@@ -92,7 +92,8 @@ def prove(
     target, source = load_target(plan.target), as_stored(source) if plan.scheme == PASSTHROUGH else source
     findings = list(target.lint(directory, plan))
     if not remote(directory):
-        findings += [finding for finding in altered(directory, manifest) if finding not in findings]
+        header = getattr(target, "changed", lambda *_: [])(directory, plan, source)  # of GGUF files
+        findings += [finding for finding in (*altered(directory, manifest), *header) if finding not in findings]
     saved = directory / CALIBRATION  # its scales come from it
     statistics = calibration or (Calibration.load(saved) if saved.exists() else None)
     compared = tensor_parity(plan, source, manifest.gates, directory, progress, calibration=statistics, memory=memory)
