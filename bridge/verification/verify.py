@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -92,7 +92,9 @@ def prove(
     target, source = load_target(plan.target), as_stored(source) if plan.scheme == PASSTHROUGH else source
     findings = list(target.lint(directory, plan))
     if not remote(directory):
-        findings += [finding for finding in altered(directory, manifest) if finding not in findings]
+        in_header: Callable[..., list[str]] = getattr(target, "changed", lambda *_: [])  # of GGUF files
+        changed = (*altered(directory, manifest), *in_header(directory, plan, source))
+        findings += [finding for finding in changed if finding not in findings]
     saved = directory / CALIBRATION  # its scales come from it
     statistics = calibration or (Calibration.load(saved) if saved.exists() else None)
     compared = tensor_parity(plan, source, manifest.gates, directory, progress, calibration=statistics, memory=memory)
