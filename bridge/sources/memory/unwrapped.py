@@ -21,10 +21,10 @@ _INNER = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile's; activat
 _STATE = "__composable_api_state_key"  # FSDP's, beside a module's own attributes
 
 
-def unwrapped(model: Any) -> Any:
+def unwrapped(model: Any, whole: bool = True) -> Any:
     """The module in `model`'s wrappers: itself if no part of it is wrapped, else plain modules over the same tensors.
 
-    SourceError if a rank holds only a part of a tensor.
+    `whole`: a rank that holds only a part of a tensor is a SourceError; without it, DTensors stay what they are.
     """
     model = _inner(model)
     tensors = [*model.parameters(), *model.buffers()]
@@ -36,7 +36,8 @@ def unwrapped(model: Any) -> Any:
         if _plain_class(module) is not type(module):
             module.reshard()  # what the last forward gathered may be older than the optimizer's last step
     every = [*model.named_parameters(), *model.named_buffers()]
-    parts = [name for name, tensor in every if _is_distributed(tensor) and tensor.to_local().shape != tensor.shape]
+    split = [(name, tensor) for name, tensor in every if whole and _is_distributed(tensor)]
+    parts = [name for name, tensor in split if tensor.to_local().shape != tensor.shape]
     if parts:
         raise SourceError(
             f"{_plain_class(model).__name__} in memory: this rank holds only a part of {named(parts)}\n"
@@ -45,7 +46,7 @@ def unwrapped(model: Any) -> Any:
             "into a plain model, and give it; or save a distributed checkpoint and give its directory"
         )
     copies: dict[int, Any] = {}
-    plain = _copy(model, copies)
+    plain = _copy(model, copies, whole)
     for module in plain.modules():
         for name, value in module.__dict__.items():
             if isinstance(value, MethodType) and id(value.__self__) in copies:
@@ -53,7 +54,7 @@ def unwrapped(model: Any) -> Any:
     return plain
 
 
-def _copy(module: Any, copies: dict[int, Any]) -> Any:
+def _copy(module: Any, copies: dict[int, Any], whole: bool) -> Any:
     """The module as its plain class; `copies` keeps what is shared shared."""
     module = _inner(module)
     if id(module) in copies:
@@ -70,14 +71,16 @@ def _copy(module: Any, copies: dict[int, Any]) -> Any:
     hooks = {name: value for name, value in kept.items() if name.startswith("_") and "_hooks" in name}
     of_fsdp = cls is not type(module)  # those gather and free
     plain.__dict__.update({n: OrderedDict(() if of_fsdp else v) for n, v in hooks.items() if isinstance(v, dict)})
-    plain._parameters = {name: _tensor(tensor, copies) for name, tensor in module._parameters.items()}
-    plain._buffers = {name: _tensor(tensor, copies) for name, tensor in module._buffers.items()}
-    plain._modules = {name: child if child is None else _copy(child, copies) for name, child in module._modules.items()}
+    plain._parameters = {name: _tensor(tensor, copies, whole) for name, tensor in module._parameters.items()}
+    plain._buffers = {name: _tensor(tensor, copies, whole) for name, tensor in module._buffers.items()}
+    plain._modules = {
+        name: child if child is None else _copy(child, copies, whole) for name, child in module._modules.items()
+    }
     return plain
 
 
-def _tensor(tensor: Any, copies: dict[int, Any]) -> Any:
-    if not _is_distributed(tensor):
+def _tensor(tensor: Any, copies: dict[int, Any], whole: bool) -> Any:
+    if not (whole and _is_distributed(tensor)):
         return tensor
     if id(tensor) not in copies:
         local = tensor.to_local().detach()
