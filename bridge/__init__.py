@@ -16,6 +16,8 @@ _HOME = {
     "estimate": "bridge.planning.estimate",
     "calibrate": "bridge.api.verbs",
     "verify": "bridge.api.verbs",
+    "load": "bridge.live.load",
+    "Loaded": "bridge.live.load",
     "check": "bridge.api.verbs",
     "repair": "bridge.workflows.doctor.repair",
     "engine": "bridge.api.engine",

@@ -19,6 +19,8 @@ from bridge.compat.tripy import modelopt_quantize as modelopt_quantize
 from bridge.core import errors as errors
 from bridge.core.errors import BridgeError as BridgeError
 from bridge.core.version import __version__ as __version__
+from bridge.live.load import Loaded as Loaded
+from bridge.live.load import load as load
 from bridge.planning.estimate import Estimate as Estimate
 from bridge.planning.estimate import estimate as estimate
 from bridge.planning.plan import Plan as Plan

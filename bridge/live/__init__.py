@@ -1,0 +1,1 @@
+"""Live models: from trainers into servers, and from checkpoints into trainers."""
