@@ -81,7 +81,11 @@ def load(
         PlanError: a tensor of the model gets no value, one of the checkpoint has no place, or two shapes differ.
         WriteError: reading failed after writing began, in any process; the model is then partly filled.
 
-    >>> loaded = bridge.load(model, "examples/models/tiny-llama")  # doctest: +SKIP
+    >>> import transformers
+    >>> config = transformers.AutoConfig.from_pretrained("examples/models/tiny-llama")
+    >>> model = transformers.AutoModelForCausalLM.from_config(config)
+    >>> bridge.load(model, "examples/models/tiny-llama").tensors
+    48
     """
     from bridge.live.megatron import gpt_models
     from bridge.live.parts import check_memory, is_sharded, modules_of
