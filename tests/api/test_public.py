@@ -17,6 +17,7 @@ SIGNATURES = {
         "keep=None, drop_layers=None, sparse=None, base=None, adapter=None, out=None, overwrite=False, "
         "candidates=None, rotate=None, **options"
     ),
+    "load": "model, source, *, config=None, base=None, decode=True, workers=None",
     "estimate": "plan, model=None, *, verify=True, machine=None",
     "pruned": (
         "model, keep=None, *, drop_layers=None, data=None, importance='output', repair=False, order='source', "
@@ -98,7 +99,7 @@ REPORT = (
 
 def test_the_names_are_these_and_no_others() -> None:
     values = {"BatchReport", "BridgeError", "Calibration", "Estimate", "Inspection", "Plan", "Report", "Scheme"}
-    values |= {"Searched", "Sensitivity", "__version__"}
+    values |= {"Loaded", "Searched", "Sensitivity", "__version__"}
     names = {*SIGNATURES, *values}
     assert set(bridge.__all__) == names
     assert all(getattr(bridge, name) is not None for name in names)
