@@ -120,7 +120,7 @@ def request_of(row: Row, progress: Progress = no_progress) -> Request:
         device=row.device, config=row.config, tokenizer=row.tokenizer, verify=row.verify, overwrite=row.overwrite,
         resume=row.resume, progress=progress, memory=row.memory, runtime=row.runtime,
         options=row.options, compute=row.compute, base=row.base, adapter=row.adapter, gate=gate_of(row.gate),
-        candidates=row.candidates,
+        candidates=row.candidates, rotate=row.rotate,
     )  # fmt: skip
 
 
@@ -139,6 +139,6 @@ def _calibrate(job: Job, progress: Progress) -> None:
     calibration = calibrate(
         row.model, row.quant, row.data or row.calib, kv=row.kv, device=row.device, config=row.config,
         tokenizer=row.tokenizer, samples=row.samples, sequence=row.sequence, field=row.field, progress=progress,
-        compute=row.compute, base=row.base, workers=1,
+        compute=row.compute, base=row.base, workers=1, rotate=row.rotate,
     )  # fmt: skip
     calibration.save(job.calibrates)

@@ -62,6 +62,7 @@ class Row:
     compute: str | None = None
     gate: str | None = None
     candidates: str | None = None
+    rotate: str | None = None
     chain: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     field: str | None = None  # the last one: after it the function of that name is not seen

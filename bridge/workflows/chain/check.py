@@ -28,6 +28,7 @@ from bridge.core.text import byte_count
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.recipe import layout_asked
 from bridge.sources.opening import open_source
+from bridge.sources.rotated.opening import rotated
 from bridge.sources.source import Source
 from bridge.workflows.chain.notes import digest_of, finished_step, is_noted
 from bridge.workflows.chain.read import VERBS, ChainStep
@@ -176,6 +177,9 @@ def _plan_convert(
     a, source = arguments, opened["model"]
     if source is None or not complete:
         return source, 0, 0
+    source = take(rotated, source, a["rotate"])
+    if source is None:
+        return None, 0, 0
     sampling = Sampling(a["samples"], a["sequence"], a["field"])
     request = Request(
         source, a["target"], None if is_automatic(a["quant"]) else a["quant"], a["out"], calib=a["calib"],

@@ -20,7 +20,7 @@ _FIELD = re.compile(r"\{(\w*)\}")
 _CONFIG = "expected a path, or a table with entries of config.json"
 TEXTS = (
     "name", "model", "target", "quant", "out", "calib", "data", "field", "kv", "device", "tokenizer", "base", "adapter",
-    "runtime", "compute", "gate", "candidates", "chain",
+    "runtime", "compute", "gate", "candidates", "rotate", "chain",
 )  # fmt: skip
 FLAGS = ("verify", "overwrite")
 COUNTS = ("shards", "samples", "sequence")
@@ -38,6 +38,7 @@ UNCHANGED = (
     "compute",
     "gate",
     "candidates",
+    "rotate",
     "adapter",
     *COUNTS,
     "timeout",

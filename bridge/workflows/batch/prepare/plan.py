@@ -23,6 +23,7 @@ from bridge.core.version import versions
 from bridge.planning.memory import FRAMEWORKS, FRESH, RUN_BYTES_PER_VALUE, process_memory
 from bridge.quant.calibration import Calibration
 from bridge.sources.opening import open_source
+from bridge.sources.rotated.opening import rotated
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.workflows.batch.job import failure, outcome_of_chain, request_of, sampling_of
@@ -119,7 +120,8 @@ class _Opened:
         if name not in self.sources:
             self.unreachable.check(row.model, SourceError)
             try:
-                self.sources[name] = open_source(row.model, row.config, row.tokenizer, row.base, row.adapter)
+                opened = open_source(row.model, row.config, row.tokenizer, row.base, row.adapter)
+                self.sources[name] = rotated(opened, row.rotate)
                 self.unreachable.answered(row.model)
             except BridgeError as error:
                 self.sources[name] = error
@@ -142,7 +144,7 @@ class _Opened:
 
 def _model_of(row: Row) -> str:
     return json.dumps(
-        [row.model, row.config, row.tokenizer, row.base, row.adapter], sort_keys=True, default=str
+        [row.model, row.config, row.tokenizer, row.base, row.adapter, row.rotate], sort_keys=True, default=str
     )
 
 
