@@ -247,7 +247,7 @@ def token_warnings(job: CalibrationJob) -> list[str]:
     """Return what a user should know of a GPTQ whose products of inputs have less than full rank."""
     ordered = [s for s in job.structure.sites if getattr(job.scheme.format_of(s), "ordered", False)]
     shapes = ((job.source.specs[s.weight].shape, s) for s in ordered if s.weight in job.source.specs)
-    inputs = [(shape[0 if site.layout == "in_out" else -1], site) for shape, site in shapes]
+    inputs = [(shape[-2 if site.layout.endswith("in_out") else -1], site) for shape, site in shapes]
     tokens = _tokens(job.data.batches)
     widest, site = max(inputs, key=lambda pair: pair[0], default=(0, None))
     if not site or not tokens or tokens >= widest:

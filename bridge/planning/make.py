@@ -202,7 +202,8 @@ def _expert_notes(scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...]:
         return (f"experts are not smoothed by {scheme.format.algorithm}: they share one input, as in ModelOpt",)
     if scheme and experts and scheme.format.clipped:
         return (f"experts are not clipped by {scheme.format.algorithm}, which sees single matrices, as in ModelOpt",)
-    if scheme and scheme.format.chosen and (experts or any(site.stacked for site in sites)):
+    ours = scheme and scheme.format.ordered and not scheme.format.learned  # each expert by its own tokens
+    if scheme and scheme.format.chosen and not ours and (experts or any(site.stacked for site in sites)):
         how = "have scales of the least weighted error" if scheme.format.ordered else "are rounded to nearest"
         return (f"experts {how}: {scheme.format.algorithm} takes modules with one matrix here",)
     return ()

@@ -73,7 +73,7 @@ SIGNATURES = {
     "sensitivity": (
         "model, quant, data=None, *, target=None, runtime=None, budget=None, fallback=None, method='kl', kv=None, "
         "device=None, config=None, tokenizer=None, samples=None, sequence=None, field=None, memory=None, "
-        "ranking=None, progress=None, compute=None, **options"
+        "ranking=None, progress=None, compute=None, rotate=None, **options"
     ),
     "batch": (
         "manifest, *, engine=None, workers=None, memory=None, dry_run=False, resume=True, only=None, strict=None, "

@@ -226,11 +226,15 @@ class Scheme:
 def _without_smoothing(form: Format, site: Site) -> Format:
     # ModelOpt smooths and clips Linear and Conv1D only: experts get the same formats without a pre_quant_scale (they
     # would need one input scale each, but share one input), convolutions have no single `in`. Its GPTQ, too, leaves out
-    # experts, whose stack is one module with several matrices; its local Hessian takes them, not we
+    # experts, whose stack is one module with several matrices; its local Hessian takes them, not we. Our GPTQ takes
+    # each expert with its own tokens; SignRound does not learn them
     changed = form.prescales or form.clipped or form.chosen
-    if changed and (site.expert is not None or site.stacked or site.layout == "conv"):
-        return replace(form, algorithm="imatrix" if form.ordered and site.layout != "conv" else "max")
-    return form
+    expert = site.expert is not None or site.stacked
+    if not changed or not (expert or site.layout == "conv"):
+        return form
+    if not form.ordered or site.layout == "conv":
+        return replace(form, algorithm="max")
+    return replace(form, algorithm="imatrix") if form.learned else form
 
 
 def is_calibrated(form: Format) -> bool:
