@@ -101,14 +101,17 @@ OURS = (*BY_SIGN, WEIGHTED)  # which may be weighted by an importance matrix, an
 # MLX's affine groups, by bits of a code: each has a scale and a bias, so that its range may lie anywhere.
 AFFINE = {"affine2": 2, "affine3": 3, "affine4": 4, "affine5": 5, "affine6": 6, "affine8": 8}
 
+# Integers that no tensor has as its dtype: their codes follow each other in words of 32 bits.
+NARROW = {"int2": 2, "int3": 3, "int5": 5, "int6": 6}
+
 
 def code_bits(dtype: str) -> int:
     """The bits of a code.
 
-    >>> code_bits("affine3"), code_bits("int4")
-    (3, 4)
+    >>> code_bits("affine3"), code_bits("int4"), code_bits("int5")
+    (3, 4, 5)
     """
-    return AFFINE.get(dtype) or DTYPES[dtype].bits
+    return AFFINE.get(dtype) or NARROW.get(dtype) or DTYPES[dtype].bits
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,9 @@ class Numeric:
 LLM_COMPRESSOR = "llm-compressor"
 
 # ModelOpt's `maxbound`: int codes use the symmetric range, although -128 and -8 are legal codes.
-MAXBOUND = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0, "float4_e2m1fn": 6.0}
+MAXBOUND = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0, "float4_e2m1fn": 6.0} | {
+    dtype: 2.0 ** (bits - 1) - 1 for dtype, bits in NARROW.items()
+}
 
 
 @dataclass(frozen=True)

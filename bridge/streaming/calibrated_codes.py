@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from bridge.core.aligned_buffers import Buffers
-from bridge.core.values import Format, TensorSpec
+from bridge.core.values import NARROW, Format, TensorSpec
 from bridge.planning.plan import Step
 from bridge.quant.calibration import Calibration, of_expert
 from bridge.quant.codec.arrays import Array, transposed
@@ -127,7 +127,8 @@ class _Tensors:
         """Rows of a matrix; `group`: the module whose amax is that above its blocks."""
         if not self.scales:
             packed = np.ascontiguousarray(self.calibration.weight_codes[module][begin:end])
-            return unpacked_codes(packed, self.format.weight[0].dtype, "in", cols).view(np.int8)
+            dtype = self.format.weight[0].dtype
+            return unpacked_codes(packed, "int4" if dtype in NARROW else dtype, "in", cols).view(np.int8)
         matrix, block = self.calibration.block_scales[module], self.format.weight[0].block[0]
         if self.turned:
             wide = self._of_group(group, matrix[0 : matrix.shape[0]]).repeat(block, axis=1)

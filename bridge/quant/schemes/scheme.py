@@ -12,7 +12,7 @@ from typing import TypeGuard
 from bridge.core.errors import SchemeError
 from bridge.core.records import plain
 from bridge.core.text import fold_layers, nearest, number
-from bridge.core.values import AFFINE, OURS, Format, Numeric, Site
+from bridge.core.values import AFFINE, NARROW, OURS, Format, Numeric, Site
 from bridge.quant.schemes.grammar import Gate, Gates, Policies
 from bridge.quant.schemes.layer_ranges import from_start
 
@@ -150,7 +150,7 @@ class Scheme:
     def not_simulated(self) -> str:
         """Why ModelOpt's fake-quantized model is another one on any device, "" if it is not."""
         weights = [n for form in self.formats for n in form.weight]
-        ours = any(n.search in OURS or n.zero_points or n.dtype in AFFINE for n in weights)
+        ours = any(n.search in OURS or n.zero_points or n.dtype in (*AFFINE, *NARROW) for n in weights)
         return "ModelOpt has no quantizer with its scales" if ours else ""
 
     @property
