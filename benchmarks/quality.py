@@ -71,6 +71,7 @@ json.dump([code, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024], open(sys
 MLX = ["--vocabulary", "keep", "--dtype", "fp16"]  # as other targets: the layers alone
 FOR_MLX = ("mxfp8_wo",)  # no program loads what hf writes of it
 EMPTY = (None, "", ())  # figures that were not measured
+OTHER = 0.001  # of a perplexity: more than another processor moves it
 REASONS = {
     "matches no weight": "it quantizes no module of this model",
     "is no multiple of": "rows of this model are no multiple of its blocks",
@@ -102,7 +103,7 @@ def convert_words(row: str, bench: Bench, out: Path, report: bool = False) -> li
     words += MLX if target == "mlx" else []
     if bench.calibration and (report or best or load_scheme(name).needs_calibration):
         options += ["--data", str(bench.calibration), "--compute", "fp32"]
-    verify = [] if report else ["--no-verify"]
+    verify = ["--evaluate", "2k"] if report else ["--no-verify"]  # of schemes without data no output is run else
     return [*words, *options, "--out", str(out), *verify, "--quiet", "--overwrite", "--no-resume"]
 
 
@@ -182,6 +183,16 @@ def figures(model: Any, bench: Bench, asked: Asked) -> Quality:
     return replace(found, accuracy=accuracy(model or bench.plain(), bench))
 
 
+def same_windows(bench: Bench, plain: Quality) -> None:
+    """Refuse to put rows beside those of other windows, of which the source had another perplexity."""
+    now = bench.figures().get("perplexity")
+    if now and plain.perplexity and abs(now / plain.perplexity - 1) > OTHER:
+        raise SystemExit(
+            f"{bench.model}: the source has a perplexity of {now:.2f}, and of {plain.perplexity:.2f} in the table, "
+            f"whose rows have other windows; measure `{PLAIN}` and all its rows again, or give another --table"
+        )
+
+
 def reported(out: Path) -> float | None:
     """By how many nats a token the loss rose, by the report of the conversion."""
     rows = json.loads((out / "report.json").read_text())["parity"]["outputs"]
@@ -248,6 +259,8 @@ def main(given: argparse.Namespace) -> None:
     asked = Asked(given.task, given.report, given.packages)
     for model in given.model:
         bench = Bench(model, given.build)
+        if PLAIN not in (given.only or ()):
+            same_windows(bench, read_quality(path=path).get(PLAIN, {}).get(model, Quality()))
         for row in given.only or every:
             kind = KINDS[row in PEERS]
             stands = read_quality(kind, path).get(row, {}).get(model)

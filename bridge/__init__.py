@@ -16,6 +16,8 @@ _HOME = {
     "estimate": "bridge.planning.estimate",
     "calibrate": "bridge.api.verbs",
     "verify": "bridge.api.verbs",
+    "load": "bridge.workflows.load.verbs",
+    "Loaded": "bridge.workflows.load.verbs",
     "check": "bridge.api.verbs",
     "repair": "bridge.workflows.doctor.repair",
     "engine": "bridge.api.engine",

@@ -37,6 +37,8 @@ from bridge.workflows.inspect.result import Inspection as Inspection
 from bridge.workflows.inspect.te import dlfw as dlfw
 from bridge.workflows.inspect.verbs import inspect as inspect
 from bridge.workflows.live.verbs import tensors as tensors
+from bridge.workflows.load.verbs import Loaded as Loaded
+from bridge.workflows.load.verbs import load as load
 from bridge.workflows.prune.search import search as search
 from bridge.workflows.prune.searched import Searched as Searched
 from bridge.workflows.prune.verbs import prune as prune

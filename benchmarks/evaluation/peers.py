@@ -3,8 +3,9 @@
     python -m benchmarks.evaluation.peers NAME SOURCE OUT ROWS
 
 ROWS is a file of token ids, those rows that bridge calibrates on. A program's packages go before those of this
-environment (PYTHONPATH); `INSTALL` says which they are. GPTQModel (asks for a newer torch, and pcre) and llama.cpp's
-quantizer (no package on PyPI has the program) are not compared; AWQ of llm-compressor asks for an accelerator.
+environment (PYTHONPATH); `INSTALL` says which they are. GPTQModel (asks for a newer torch, and pcre) is not compared;
+AWQ of llm-compressor asks for an accelerator. llama.cpp's quantizer writes the bytes of our rows
+(tests/oracles/llama_quantize_golden.py).
 """
 
 from __future__ import annotations
@@ -61,24 +62,26 @@ def _preset(name: str, model: Any) -> Any:
     return QuantizationModifier(targets="Linear", scheme=name, ignore=["lm_head"])
 
 
-def _int4(model: Any) -> dict[str, Any]:
+def _integers(bits: int, model: Any) -> dict[str, Any]:
+    """INT4 in blocks, or INT8 by channel: the preset W8A16 has blocks of 128, which do not divide SmolLM2's rows."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    weights = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group(model))
+    blocks = {"strategy": "group", "group_size": group(model)} if bits == 4 else {"strategy": "channel"}
+    weights = QuantizationArgs(num_bits=bits, type="int", **blocks)
     return {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
 
 
-def _round_to_nearest(model: Any) -> Any:
+def _round_to_nearest(bits: int, model: Any) -> Any:
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    return QuantizationModifier(config_groups=_int4(model), ignore=["lm_head"])
+    return QuantizationModifier(config_groups=_integers(bits, model), ignore=["lm_head"])
 
 
 def _gptq(preset: str, model: Any) -> Any:
     """GPTQ with act-order, of INT4 in blocks that divide the rows, or of a preset."""
     from llmcompressor.modifiers.quantization import GPTQModifier
 
-    what = {"targets": "Linear", "scheme": preset} if preset else {"config_groups": _int4(model)}
+    what = {"targets": "Linear", "scheme": preset} if preset else {"config_groups": _integers(4, model)}
     return GPTQModifier(**what, ignore=["lm_head"], actorder="static")
 
 
@@ -136,7 +139,7 @@ def ort_quantizer(source: Path, out: Path, rows: list[list[int]]) -> None:
 
     import bridge
 
-    bridge.convert(source, "ort", None, out / "float", progress=False, verify=False)
+    bridge.convert(source, "ort", None, out / "float", progress=False, verify=False, dtype="fp32")
     (graph,) = (out / "float").glob("*.onnx")
     quantizer = MatMulNBitsQuantizer(onnx.load(graph), block_size=32, is_symmetric=True)
     quantizer.process()
@@ -144,11 +147,11 @@ def ort_quantizer(source: Path, out: Path, rows: list[list[int]]) -> None:
 
 
 PEERS: dict[str, Peer] = {
-    "llm-compressor W8A16": partial(llm_compressor, partial(_preset, "W8A16")),
+    "llm-compressor RTN INT8": partial(llm_compressor, partial(_round_to_nearest, 8)),
     "llm-compressor FP8_DYNAMIC": partial(llm_compressor, partial(_preset, "FP8_DYNAMIC")),
     "llm-compressor NVFP4A16": partial(llm_compressor, partial(_preset, "NVFP4A16")),
     "llm-compressor MXFP4A16": partial(llm_compressor, partial(_preset, "MXFP4A16")),
-    "llm-compressor RTN": partial(llm_compressor, _round_to_nearest),
+    "llm-compressor RTN": partial(llm_compressor, partial(_round_to_nearest, 4)),
     "llm-compressor GPTQ": partial(llm_compressor, partial(_gptq, "")),
     "llm-compressor GPTQ NVFP4A16": partial(llm_compressor, partial(_gptq, "NVFP4A16")),
     "llm-compressor GPTQ MXFP4A16": partial(llm_compressor, partial(_gptq, "MXFP4A16")),

@@ -113,7 +113,7 @@ def run(request: Request, options: RunOptions) -> Report:
             if recipe:
                 notes = (*resolved.plan.notes, *choice_notes(recipe))
                 resolved = replace(resolved, plan=replace(resolved.plan, notes=notes))
-            resolved = _noting_rule(resolved, why)
+            resolved = noting_rule(resolved, why)
             decisions = _decide(resolved, recipe, options.runs, clock, measured=bool(recipe or why))
             request.progress(1, 1, "plan")
         if outgoing:
@@ -253,7 +253,7 @@ def _warn_of_resumed(work: Work, resolved: ResolvedRequest) -> None:
         warn(f"{work.directory}: continues an unfinished run, which has {has}; --no-resume (resume=False) starts again")
 
 
-def _noting_rule(resolved: ResolvedRequest, why: str) -> ResolvedRequest:
+def noting_rule(resolved: ResolvedRequest, why: str) -> ResolvedRequest:
     """With a note on why `int4:best` took this rule: now, or when the calibration was made."""
     given, plan = resolved.calibration, resolved.plan
     if not why and given and given.provenance.scheme == plan.scheme:

@@ -25,6 +25,7 @@ from bridge.planning.structure import structure_of
 from bridge.quant.schemes.catalog import layout_of
 from bridge.quant.schemes.group_size import check_blocks, with_dividing_blocks, with_group, with_zero_points
 from bridge.quant.schemes.load import check_name, load_scheme
+from bridge.quant.schemes.recipe import layout_asked
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.configs.positions import vocabulary_size
 from bridge.sources.opening import open_source
@@ -121,7 +122,7 @@ def _plan_of_words(
     """The scheme and the plan of what a user named; of `int4:best` those of the rule that needs most."""
     from bridge.api.best.candidates import candidates_of, check_unused
 
-    if layout_of(quant) is None:
+    if layout_asked(quant) is None:
         check_unused(candidates, quant)
         scheme = scheme_of(quant, kv, structure, source, blocks) or passthrough_of(quant, source)
         return scheme, planned(scheme)

@@ -12,11 +12,12 @@ from bridge.api.generation import Generation
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import CannotRun, SourceError, UsageError, VerifyError, first_line
 from bridge.core.formats.safetensors import stored_shape
-from bridge.core.output.names import GENERATION, MANIFEST
+from bridge.core.output.names import CALIBRATION, GENERATION, MANIFEST
 from bridge.core.remote.opening import written_at
 from bridge.core.text import SHOWN, fold_layers
 from bridge.core.values import TensorSpec
 from bridge.core.version import install
+from bridge.quant.calibration import Calibration
 from bridge.sources.config_json import read_json
 from bridge.sources.configs.positions import context_length, encoder_length
 from bridge.sources.configs.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_JSON, token_ids
@@ -67,7 +68,7 @@ class Speaker:
         check_on_disk(directory)
         check_fits(plan, LARGER)
         _check_unaltered(plan, directory)
-        self._load = lambda: target.generator(directory)
+        self._load = lambda: _quantizing(target.generator(directory), plan, directory)
 
     def _of_checkpoint(self) -> None:
         from bridge.sources.opening import open_source
@@ -109,6 +110,25 @@ class Speaker:
         return Generation(
             "".join(pieces), tuple(new), len(ids), first - times[0], times[-1] - first, end, generator.runs
         )
+
+
+def _quantizing(generator: Generator, plan: Plan, directory: Path) -> Generator:
+    """The same with the inputs quantized that the scheme quantizes, where no program does that; `runs` says so."""
+    from bridge.targets.hf import runtime
+
+    if not isinstance(generator, runtime.Generator) or not plan.quantized:
+        return generator
+    from bridge.verification.evaluation import quantize_inputs
+
+    saved = directory / CALIBRATION
+    calibration = Calibration.load(saved) if saved.is_file() else None
+    rebuilt: Any = runtime.Rebuilt(directory, plan)  # all of a Source that is read here
+    try:
+        said = quantize_inputs(generator.model, plan, calibration, rebuilt)
+    except CannotRun:
+        said = "inputs not quantized"
+    generator.runs = ", ".join(filter(None, [generator.runs, said]))
+    return generator
 
 
 def _limited(

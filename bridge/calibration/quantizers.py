@@ -18,7 +18,7 @@ from bridge.calibration.algorithms.columns import BACKEND
 from bridge.core.dtypes import SEARCHED
 from bridge.core.errors import CalibrationError
 from bridge.core.text import fold_layers
-from bridge.core.values import AFFINE, BY_SIGN, MSE, WEIGHTED, Format, Numeric, Site
+from bridge.core.values import AFFINE, BY_SIGN, MSE, NARROW, WEIGHTED, Format, Numeric, Site
 
 if TYPE_CHECKING:
     from bridge.quant.schemes.scheme import Scheme
@@ -88,7 +88,7 @@ def _without_our_scales(form: Format | str) -> Format | str:
 
 def is_unknown(form: Format) -> bool:
     """Whether ModelOpt has no quantizer for the weights of a format."""
-    return form.weight[0].dtype in (*SEARCHED, *AFFINE) or form.weight[0].search in BY_SIGN
+    return form.weight[0].dtype in (*SEARCHED, *AFFINE, *NARROW) or form.weight[0].search in BY_SIGN
 
 
 def _is_in_blocks(form: Format) -> bool:

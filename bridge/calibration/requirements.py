@@ -40,7 +40,10 @@ STEP_ROWS = 8
 FEW = 2048  # tokens, below which what SignRound learns holds for these alone
 LONG = 600  # seconds, from which a user is warned
 SLOW = 60  # seconds, from which another dtype is worth a line
-EMULATED = 4.5  # times as long as float32 is bfloat16 on a CPU without its instructions
+# How many times as long as float32 a bfloat16 product takes on a CPU without its instructions, by one thread of an AMD
+# EPYC on 128 x 1024 x 1024: with ONEDNN_MAX_CPU_ISA=AVX512_CORE 2.2 times, with ATEN_CPU_CAPABILITY=avx2 and without
+# oneDNN, which takes none on such a CPU, 71 times. Other processors count as the first.
+EMULATED = {True: 2.2, False: 71.0}  # by whether it has AVX-512
 CPU_FACTS = Path("/proc/cpuinfo")
 SMALL = 1e11  # FLOP that the slowest machine does within a minute or so; nothing is measured below
 Rate = Callable[[str, str | None], float]
@@ -170,6 +173,16 @@ def has_bf16_instructions() -> bool:
     return not all(asked) or any(ask() for ask in asked if ask)
 
 
+def has_avx512() -> bool:
+    """Whether this CPU has AVX-512; true if it is none of x86, or that is not known."""
+    import platform
+
+    import torch
+
+    asked = getattr(torch.cpu, "_is_avx512_supported", None)
+    return platform.machine().lower() not in ("x86_64", "amd64") or asked is None or bool(asked())
+
+
 def _of_arm(facts: str) -> bool:
     """Whether Linux lists `bf16` among the features of an Arm processor; true for a text without features."""
     lines = [line.partition(":")[2].split() for line in facts.splitlines() if line.startswith("Features")]
@@ -234,7 +247,7 @@ def token_warnings(job: CalibrationJob) -> list[str]:
     """Return what a user should know of a GPTQ whose products of inputs have less than full rank."""
     ordered = [s for s in job.structure.sites if getattr(job.scheme.format_of(s), "ordered", False)]
     shapes = ((job.source.specs[s.weight].shape, s) for s in ordered if s.weight in job.source.specs)
-    inputs = [(shape[0 if site.layout == "in_out" else -1], site) for shape, site in shapes]
+    inputs = [(shape[-2 if site.layout.endswith("in_out") else -1], site) for shape, site in shapes]
     tokens = _tokens(job.data.batches)
     widest, site = max(inputs, key=lambda pair: pair[0], default=(0, None))
     if not site or not tokens or tokens >= widest:
@@ -258,14 +271,15 @@ def time_warnings(job: CalibrationJob, rate: Rate | None = None) -> list[str]:
     measure = rate or measured_rate
     dtype = job.source.runs_in or main_dtype(job.source.specs.values())
     slow = dtype == "bfloat16" and str(device or "cpu").startswith("cpu") and not has_bf16_instructions()
-    speed = measure("float32", device) / EMULATED if slow else measure(dtype, device)
+    times = EMULATED[has_avx512()] if slow else 1.0
+    speed = measure("float32" if slow else dtype, device) / times
     seconds = work / speed
     if seconds > LONG:
         lines.append(f"calibration: {duration(seconds)} ({work / 1e15:.3g} PFLOP at {speed / 1e12:.2g} TFLOP/s)")
     if slow and seconds > SLOW:
         lines.append(
             f'this CPU has no bfloat16 instructions: compute="fp32" (--compute fp32) would take '
-            f"{duration(seconds / EMULATED)} instead of {duration(seconds)}, and twice the memory"
+            f"{duration(seconds / times)} instead of {duration(seconds)}, and twice the memory"
         )
     return lines
 

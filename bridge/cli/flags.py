@@ -248,7 +248,9 @@ FLAGS = {
     "golden.check.calib": Flag("with --model: another calibration than the golden's"),
     "data": Flag("text or JSONL file, dataset id; default: the embedded text"),
     "samples": Flag(
-        "number of calibration sequences; default: 32, 128 for SmoothQuant", metavar="N|auto", read=_count_or_auto
+        "number of calibration sequences; default: 32, 128 for SmoothQuant and int4:gptq",
+        metavar="N|auto",
+        read=_count_or_auto,
     ),
     "sensitivity.samples": Flag("number of calibration sequences; default: 32", int, min=1),
     "prune.samples": Flag("number of sequences to run; default: 64", int, min=1),

@@ -16,9 +16,9 @@ from bridge.core.errors import UsageError, VerifyError
 from bridge.core.mappings import read_table, table_files
 from bridge.core.parsing.limited import MAX_WRITTEN_VALUES, parse_json
 from bridge.core.parsing.typed_json import typed
+from bridge.core.records import plain
 from bridge.core.remote.opening import written_at
-from bridge.core.text import nearest
-from bridge.core.values import plain
+from bridge.core.text import nearest, number
 from bridge.planning.contract_files import runtimes
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
@@ -93,14 +93,18 @@ def _architectures() -> Description:
 
 
 def _runtimes() -> Description:
-    rows, data = [], []
+    rows, data = list[tuple[str, str]](), []
     for runtime in runtimes():
+        rows.append((runtime.name, runtime.title))
         for contract in runtime.contracts:
             schemes = [name for name in scheme_names() if not contract.lacks(load_scheme(name).formats)]
-            rows.append((runtime.name, runtime.title, contract.flags(), ", ".join(schemes)))
+            rows.append((f"  {contract.flags()}", number(len(schemes), "scheme")))
         data.append(plain(runtime))
-    note = "Each is a file of mappings/runtimes, which names the run or the source that shows it."
-    return data, [Columns(("--for", "program", "what it loads", "schemes"), rows), "", note]
+    note = (
+        "`qbridge show schemes --all --for PROGRAM` names the schemes.\n"
+        "Each program is a file of mappings/runtimes, which names what shows it."
+    )
+    return data, [Columns(("--for, what it loads", "program"), rows), "", note]
 
 
 def _environment() -> Description:

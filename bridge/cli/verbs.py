@@ -183,8 +183,8 @@ def search(terminal: Terminal, scores: Path | None, overwrite: bool, **given: An
 
 @verb(
     "qbridge sensitivity MODEL --quant int4_awq,fp8 --budget 4.8bits",
-    "model quant data target runtime budget fallback method ranking out samples sequence field kv device compute "
-    "memory config tokenizer overwrite json quiet debug",
+    "model quant data target runtime budget fallback method ranking out samples sequence field kv rotate device "
+    "compute memory config tokenizer overwrite json quiet debug",
 )
 def sensitivity(terminal: Terminal, out: Path | None, overwrite: bool, **given: Any) -> None:
     """Rank layers by the cost of quantizing each one alone.

@@ -1,8 +1,8 @@
 """Cast to e4m3 in groups of 128, like DeepSeek and torchtitan.
 
 Loads no framework. `value = code * scale`, in float32 (also if a checkpoint calls the scale `weight_scale_inv`, sic).
-Of a torch tensor the codes are a tensor of `float8_e4m3fn` on its device, computed on the CPU; of an array (bfloat16 as
-uint16, see `bridge.core.dtypes`) they are uint8. A dtype that is none of those, or not the one given, is a TypeError.
+Of a torch tensor the codes are a tensor of `float8_e4m3fn`, made on its device; of an array (bfloat16 as uint16, see
+`bridge.core.dtypes`) they are uint8. A dtype that is none of those, or not the one given, is a TypeError.
 Each function rounds like the function of the same name; where that one gives NaN for a group of zeros, this one gives
 zeros. A NaN or an infinity raises SourceError.
 
@@ -11,7 +11,6 @@ zeros. A NaN or an infinity raises SourceError.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,14 @@ from bridge.core.values import Numeric
 from bridge.quant.codec import arrays as _bits
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.decode import decode
+from bridge.quant.codec.on_device import HOST, best_way, cast_by_groups
 
 BLOCK = 128
 MIN_AMAX = 1e-4  # [DG] and [TT] clamp the amax of a group before they divide by it
 MIN_SCALE = 1e-9  # [TT] `groupwise_activation_quant`: one of its two kernels has this floor
+LEAST = {True: MIN_SCALE, False: MIN_AMAX}  # of quotients, of products
 CODES = "float8_e4m3fn"
+TYPES = (CODES, "float32")  # of codes and of scales
 STORED = {"uint16": "bfloat16", "uint8": CODES}  # NumPy dtype of a storage array -> what it holds
 Values = Any  # a storage array, or a torch tensor
 
@@ -50,7 +52,7 @@ def groupwise_activation_quant(x: Values, dtype: Any = None, *, block_size: int 
     ((2, 3, 256), (2, 3, 2))
     """
     _check_block_size(block_size)
-    return _cast(x, dtype, 1, block_size, lambda part, c, s: by_quotient(part, block_size, np.float32(MIN_SCALE), c, s))
+    return _cast(x, dtype, (1, block_size), None)
 
 
 def per_token_cast_to_fp8(x: Values, dtype: Any = None, *, use_ue8m0: bool = False) -> tuple[Values, Values]:
@@ -121,32 +123,47 @@ def dequantize_from_fp8(
 
 def _blocks(x: Values, dtype: Any, down: int, power: bool) -> tuple[Values, Values]:
     _two_axes(x)
-    return _cast(
-        x, dtype, down, BLOCK, lambda part, c, s: by_product(part, down, BLOCK, np.float32(MIN_AMAX), power, c, s)
-    )
+    return _cast(x, dtype, (down, BLOCK), power)
 
 
-def _cast(
-    x: Values, dtype: Any, down: int, across: int, work: Callable[[Array, Array, Array], None]
-) -> tuple[Values, Values]:
-    """Run a kernel over chunks of rows of x; float16 is widened. The scales have the axes of x if `down` is 1."""
-    bits, kind = _stored(x)
+def _cast(x: Values, dtype: Any, block: tuple[int, int], power: bool | None) -> tuple[Values, Values]:
+    """Cast x by blocks, on its device if that has a way; the scales have the axes of x if blocks are of one row.
+
+    power: None for quotients; of products, whether the scale is a power of two.
+    """
+    shape, here = _shape(x), not hasattr(x, "detach") or best_way(x) == HOST
+    bits, kind = _stored(x) if here else (x, dtype_word(x.dtype))
     if kind not in FLOATS or (dtype is not None and dtype_row(dtype).name != kind):
         given = f", not the given {dtype_word(dtype)}" if kind in FLOATS else "; expected one of " + ", ".join(FLOATS)
-        raise DtypeError(f"the {type(x).__name__} of shape {bits.shape} is {kind}{given}")
-    if bits.ndim == 0 or bits.shape[-1] == 0:
-        raise UsageError(f"groups lie along the last axis, but an array of shape {bits.shape} has no values there")
-    flat = _bits.words(bits, kind).reshape(-1, bits.shape[-1])
+        raise DtypeError(f"the {type(x).__name__} of shape {shape} is {kind}{given}")
+    if not shape or shape[-1] == 0:
+        raise UsageError(f"groups lie along the last axis, but an array of shape {shape} has no values there")
+    if here:
+        codes, scale = (
+            _like(x, array, of) for array, of in zip(_on_host(bits, kind, block, power), TYPES, strict=True)
+        )
+    else:
+        codes, scale = cast_by_groups(x.detach().reshape(-1, shape[-1]), block, LEAST[power is None], power)
+    scale = scale.reshape(*shape[:-1], scale.shape[1]) if block[0] == 1 else scale
+    return codes.reshape(shape), scale
+
+
+def _on_host(bits: Array, kind: str, block: tuple[int, int], power: bool | None) -> tuple[Array, Array]:
+    """Run a kernel over chunks of rows; float16 is widened."""
+    flat, (down, across) = _bits.words(bits, kind).reshape(-1, bits.shape[-1]), block
     rows, cols = flat.shape
     codes = np.empty((rows, cols), np.uint8)
     scale = np.empty((-(-rows // down), -(-cols // across)), np.float32)
     scratch = np.empty(max(_bits.CHUNK, cols * down), np.uint32)
     for part in _bits.chunks(rows, cols, down):
         lines = slice(part.start // down, -(-part.stop // down))
-        work(_bits.readable(flat[part], kind, scratch), codes[part], scale[lines])
+        words = _bits.readable(flat[part], kind, scratch)
+        if power is None:
+            by_quotient(words, across, np.float32(MIN_SCALE), codes[part], scale[lines])
+        else:
+            by_product(words, down, across, np.float32(MIN_AMAX), power, codes[part], scale[lines])
     _bits.check_finite(scale, "x", f"{down} x {across}")
-    scale = scale.reshape(*bits.shape[:-1], scale.shape[1]) if down == 1 else scale
-    return _like(x, codes.reshape(bits.shape), CODES), _like(x, scale, "float32")
+    return codes, scale
 
 
 def _stored(x: Values) -> tuple[Array, str]:

@@ -141,6 +141,11 @@ def pattern(name: str) -> str:
     return _NUMBER.sub("{}", name)
 
 
+def numbered(name: str) -> tuple[list[str], list[int]]:
+    """Return the texts around the numbers of a name, and these: `layers.3.up` -> (["layers.", ".up"], [3])."""
+    return _NUMBER.split(name), layer_numbers(name)
+
+
 def layer_of(name: str) -> int | None:
     """Return the number of a tensor's layer, None outside a layer."""
     match = _NUMBER.search(name)

@@ -6,39 +6,19 @@ output tensors of one source tensor.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from bridge.core.dtypes import DTYPES, FLOATING
 from bridge.core.errors import SourceError
+from bridge.core.records import later
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-def later(default: Any) -> Any:
-    """A field that older records lack: while it has its default, no record and no digest names it."""
-    return field(default=default, metadata={"later": True})
-
-
-@cache
-def later_defaults(kind: Any) -> dict[str, Any]:
-    """The fields of a dataclass that older records lack, with their defaults."""
-    return {one.name: one.default for one in dataclasses.fields(kind) if one.metadata.get("later")}
-
-
-def recorded(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass as records and digests name them, see `later`."""
-    fields: dict[str, Any] = vars(value)
-    defaults = later_defaults(value.__class__)
-    if not defaults:
-        return fields
-    return {name: item for name, item in fields.items() if name not in defaults or item != defaults[name]}
 
 
 @dataclass(frozen=True)
@@ -59,7 +39,12 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        return DTYPES[self.dtype].nbytes(self.size)
+        return _nbytes(self.dtype, self.shape)
+
+
+@lru_cache(1 << 16)
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return DTYPES[dtype].nbytes(math.prod(shape))
 
 
 def main_dtype(specs: Iterable[TensorSpec], default: str = "float32", among: Collection[str] = FLOATING) -> str:
@@ -116,14 +101,17 @@ OURS = (*BY_SIGN, WEIGHTED)  # which may be weighted by an importance matrix, an
 # MLX's affine groups, by bits of a code: each has a scale and a bias, so that its range may lie anywhere.
 AFFINE = {"affine2": 2, "affine3": 3, "affine4": 4, "affine5": 5, "affine6": 6, "affine8": 8}
 
+# Integers that no tensor has as its dtype: their codes follow each other in words of 32 bits.
+NARROW = {"int2": 2, "int3": 3, "int5": 5, "int6": 6}
+
 
 def code_bits(dtype: str) -> int:
     """The bits of a code.
 
-    >>> code_bits("affine3"), code_bits("int4")
-    (3, 4)
+    >>> code_bits("affine3"), code_bits("int4"), code_bits("int5")
+    (3, 4, 5)
     """
-    return AFFINE.get(dtype) or DTYPES[dtype].bits
+    return AFFINE.get(dtype) or NARROW.get(dtype) or DTYPES[dtype].bits
 
 
 @dataclass(frozen=True)
@@ -177,7 +165,9 @@ class Numeric:
 LLM_COMPRESSOR = "llm-compressor"
 
 # ModelOpt's `maxbound`: int codes use the symmetric range, although -128 and -8 are legal codes.
-MAXBOUND = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0, "float4_e2m1fn": 6.0}
+MAXBOUND = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0, "float4_e2m1fn": 6.0} | {
+    dtype: 2.0 ** (bits - 1) - 1 for dtype, bits in NARROW.items()
+}
 
 
 @dataclass(frozen=True)
@@ -468,12 +458,3 @@ class Program:
     versions: str
     proof: str
     tests: tuple[str, ...]
-
-
-def plain(value: Any) -> Any:
-    """Convert dataclasses, mappings and tuples for JSON; `dataclasses.asdict` copies every leaf and is far slower."""
-    if dataclasses.is_dataclass(value):
-        return {key: plain(item) for key, item in recorded(value).items()}
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, tuple | list) else value

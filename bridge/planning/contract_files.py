@@ -28,7 +28,7 @@ CONDITIONS: dict[str, type] = {
 }  # fmt: skip
 HOW = ("run", "built", "read")
 _NUMERIC = (
-    r"(?:none|(?:fp8|fp4|int8|int4|q[45]_[01]|q[2-6]_k|iq4_nl|iq4_xs|affine[2-68])"
+    r"(?:none|(?:fp8|fp4|int[2-68]|q[45]_[01]|q[2-6]_k|iq4_nl|iq4_xs|affine[2-68])"
     r"(?: tensor| channel| token| block \d+(?: \d+)?)(?: e4m3| e8m0)?(?: zeros)?(?: dynamic)?)"
 )
 NUMERIC = re.compile(_NUMERIC)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.core.text import fold_problems
-from bridge.core.values import EITHER, Format, main_dtype, with_positive_scales
+from bridge.core.values import EITHER, Format, with_positive_scales
 from bridge.planning.drafts import DRAFT
 from bridge.planning.joined_and_cut import (
     cut_blocks,
@@ -27,7 +27,8 @@ from bridge.planning.joined_and_cut import (
     words_of,
 )
 from bridge.planning.memory import extent
-from bridge.planning.plan import Layout, Plan, Step
+from bridge.planning.outline import Outline, outline_of
+from bridge.planning.plan import Plan, Step
 from bridge.planning.registries import has_registry, served
 from bridge.quant.describe import contract_words, explained, numeric_words
 from bridge.quant.schemes.scheme import Scheme
@@ -251,22 +252,25 @@ class Verdict:
         return next((how for how in ("read", "built") if how in known), "run")
 
 
-def misfits(runtime: Runtime, contract: Contract, plan: Plan) -> list[tuple[str, str]]:
+def misfits(runtime: Runtime, contract: Contract, plan: Plan | Outline) -> list[tuple[str, str]]:
     """What of a plan a contract does not have: the module, "" for none, and why."""
-    return list(_problems(runtime, contract, plan))
+    outline = plan if isinstance(plan, Outline) else outline_of(plan)
+    return list(outline.every(_problems(runtime, contract, outline)))
 
 
-def verdict(runtime: Runtime, plan: Plan) -> Verdict:
+def verdict(runtime: Runtime, plan: Plan | Outline) -> Verdict:
     """Hold a plan against a program's contract."""
+    outline = plan if isinstance(plan, Outline) else outline_of(plan)
+    plan = outline.plan
     contract = runtime.contract_of(plan)
     if contract is None:
         what = f"format {plan.options['format']}" if "format" in plan.options else f"what target {plan.target} writes"
         mistake = runtime.mistake_of(plan)
         why = f"does not load {what}{mistake and ': ' + mistake}"
-        return Verdict(runtime, why, _instead(runtime, contract, plan), mistake=mistake)
-    problems = fold_problems(_problems(runtime, contract, plan))
+        return Verdict(runtime, why, _instead(runtime, contract, outline), mistake=mistake)
+    problems = fold_problems(outline.every(_problems(runtime, contract, outline)))
     if problems:
-        mistake, instead = runtime.mistake_of(plan), _instead(runtime, contract, plan)
+        mistake, instead = runtime.mistake_of(plan), _instead(runtime, contract, outline)
         return Verdict(runtime, "; ".join(problems), instead, mistake=mistake)
     rows = [contract.loads[words] for words in dict.fromkeys(map(words_of, plan.quantized))]
     inputs = next((row.inputs for row in rows if row.inputs), "")
@@ -347,8 +351,9 @@ def _experts(contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
     yield from ((name, why) for name in _unstacked(plan))
 
 
-def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tuple[str, str]]:
+def _problems(runtime: Runtime, contract: Contract, outline: Outline) -> Iterator[tuple[str, str]]:
     """What of a plan the contract does not have: the module, "" for none, and why."""
+    plan = outline.plan
     formats = {format_ for step in plan.quantized if (format_ := step.scheme_format)}
     known, fuses = served(runtime.name, plan.architecture), runtime.fused_in(plan.architecture)
     if known is None and has_registry(runtime.name):
@@ -382,12 +387,11 @@ def _problems(runtime: Runtime, contract: Contract, plan: Plan) -> Iterator[tupl
         yield from ((module, f"{KEPT}{OF_DRAFT if module in drafts else ''}") for module in kept)
     elif formats:
         yield from ((module, HALF) for module in partly_unquantized_modules(fuses, plan))
-    dtype = main_dtype(o.spec for step in plan.steps if step.layout is Layout.PLAIN for o in step.outputs)
     plain = {"unquantized models": contract.plain} if not formats else {}
     rows = {explained(words): contract.loads.get(words) for words in sorted(map(contract_words, formats))}
     for words, row in (rows | plain).items():
-        if row and row.dtypes and dtype not in row.dtypes:
-            only = f"runs {words} in {' or '.join(row.dtypes)} only, and the model is {dtype}"
+        if row and row.dtypes and outline.dtype not in row.dtypes:
+            only = f"runs {words} in {' or '.join(row.dtypes)} only, and the model is {outline.dtype}"
             yield "", f"{only}: pass --dtype {FLAGS[row.dtypes[0]]}"
     yield from _of_parts(contract, plan)
     yield from _of_held(contract, plan, fuses)
@@ -497,14 +501,15 @@ def _out_in(step: Step, plan: Plan) -> tuple[int, int]:
     return (inner, out) if across else (out, inner)
 
 
-def _instead(runtime: Runtime, contract: Contract | None, plan: Plan) -> str:
+def _instead(runtime: Runtime, contract: Contract | None, outline: Outline) -> str:
     """The flags of another contract that has all of the plan; "" without one."""
     others = (other for other in runtime.contracts if other is not contract)
-    fits = (other for other in others if not any(_problems(runtime, other, plan)))
-    return next((other.flags(plan.target) for other in fits), "")
+    fits = (other for other in others if not any(_problems(runtime, other, outline)))
+    return next((other.flags(outline.plan.target) for other in fits), "")
 
 
 def verdicts(runtimes: Iterable[Runtime], plan: Plan) -> tuple[Verdict, ...]:
     """What each program says that loads outputs of the plan's target."""
     concerned = (known for known in runtimes if any(contract.target == plan.target for contract in known.contracts))
-    return tuple(verdict(runtime, plan) for runtime in concerned)
+    outline = outline_of(plan)
+    return tuple(verdict(runtime, outline) for runtime in concerned)

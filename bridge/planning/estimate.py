@@ -17,7 +17,7 @@ from bridge.core.errors import TableError, UsageError
 from bridge.core.machine import available_memory, cached_share, cores
 from bridge.core.mappings import mappings, read_table
 from bridge.core.text import duration, size
-from bridge.core.values import AFFINE, MSE, OURS, WEIGHTED, Numeric
+from bridge.core.values import AFFINE, MSE, NARROW, OURS, WEIGHTED, Numeric
 from bridge.planning.memory import extent
 from bridge.planning.plan import Layout, Plan, Step
 from bridge.quant.describe import numeric_words
@@ -77,6 +77,8 @@ def operation_of(numeric: Numeric) -> str:
     # without data a third of it; with an importance matrix 2.6 times, after a calibration that takes far longer
     if numeric.dtype in AFFINE:  # one pass over each group, too, whatever its bits: SmolLM2 took 4 ns a value
         return "int4 block 32"
+    if numeric.dtype in NARROW:
+        return operation_of(replace(numeric, dtype="int4"))
     search = MSE if numeric.search in OURS else numeric.search
     return " ".join(filter(None, [numeric_words(numeric), search]))
 

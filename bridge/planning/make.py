@@ -13,6 +13,7 @@ from typing import Any
 
 from bridge.core.errors import PlanError, SchemeError
 from bridge.core.output.names import WRITES
+from bridge.core.records import changed
 from bridge.core.remote.path import memory_ahead
 from bridge.core.text import fold_layers, fold_problems, named
 from bridge.core.values import CACHE, Format, Structure, TensorSpec, with_positive_scales
@@ -68,7 +69,7 @@ class PlanInputs:
         scheme = self.scheme.bound(structure.sites) if self.scheme else None
         structure = ungrouped(structure, scheme)
         sites = [
-            replace(site, weight=alias) if (alias := f"{site.module}.weight") in structure.tied else site
+            changed(site, weight=alias) if (alias := f"{site.module}.weight") in structure.tied else site
             for site in structure.sites
         ]
         return replace(self, structure=replace(structure, sites=tuple(sites)), scheme=scheme, notes=notes)
@@ -201,7 +202,8 @@ def _expert_notes(scheme: Scheme | None, steps: list[Step]) -> tuple[str, ...]:
         return (f"experts are not smoothed by {scheme.format.algorithm}: they share one input, as in ModelOpt",)
     if scheme and experts and scheme.format.clipped:
         return (f"experts are not clipped by {scheme.format.algorithm}, which sees single matrices, as in ModelOpt",)
-    if scheme and scheme.format.chosen and (experts or any(site.stacked for site in sites)):
+    ours = scheme and scheme.format.ordered and not scheme.format.learned  # each expert by its own tokens
+    if scheme and scheme.format.chosen and not ours and (experts or any(site.stacked for site in sites)):
         how = "have scales of the least weighted error" if scheme.format.ordered else "are rounded to nearest"
         return (f"experts {how}: {scheme.format.algorithm} takes modules with one matrix here",)
     return ()

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.dtypes import BLOCKS
+from bridge.core.records import changed, recorded
 from bridge.core.text import fold_layers
-from bridge.core.values import Format, LazyTensor, Site, Slice, Structure, plain
+from bridge.core.values import Format, LazyTensor, Site, Slice, Structure
 from bridge.planning.plan import PASSTHROUGH, Layout, Output, Step
 from bridge.quant.codec.blocks import grid, packing
 from bridge.quant.schemes.grammar import Gate, Gates
@@ -44,8 +45,8 @@ class PassthroughScheme(Scheme):
 
     @property
     def digest(self) -> str:
-        parts = plain([PASSTHROUGH, self.modules, self.kv])
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        parts = [PASSTHROUGH, self.modules, self.kv]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=recorded).encode()).hexdigest()
 
     def rule_of(self, site: Site) -> Rule | None:
         return None
@@ -73,7 +74,7 @@ def ungrouped(structure: Structure, scheme: Scheme | None) -> Structure:
     """The structure without groups that share scales, if the source's own scales are copied."""
     if not isinstance(scheme, PassthroughScheme):
         return structure
-    sites = tuple(dataclasses.replace(site, shares="") for site in structure.sites)
+    sites = tuple(changed(site, shares="") if site.shares else site for site in structure.sites)
     return dataclasses.replace(structure, sites=sites, groups=(), ungrouped="", singles=(), feeds=())
 
 
@@ -167,8 +168,8 @@ def _copied_step(step: Step, quantized: Quantized) -> tuple[Step, list[tuple[str
         outputs = tuple(_copied_output(output, members) for output in step.outputs)
     scale = next((output.spec.dtype for output in outputs if output.part == "scale"), "")
     if not coding.values and format_.weight[0].scale_dtype == "float32":
-        coding = dataclasses.replace(coding, scale_dtype=scale)
-    step = dataclasses.replace(step, outputs=outputs, coding=coding)
+        coding = coding if coding.scale_dtype == scale else changed(coding, scale_dtype=scale)
+    step = changed(step, outputs=outputs, coding=coding)
     return step, [(site.module, f"{problem}; {REMEDY}") for problem in problems]
 
 
@@ -240,7 +241,7 @@ def _copied_output(output: Output, members: Sequence[QuantizedWeight]) -> Output
     floats = output.part == "input_scale" or (output.part == "scale" and members[0].scale_is_float)
     if not floats or not parts or output.spec.dtype in ("float32", parts[0].spec.dtype):
         return output
-    return dataclasses.replace(output, spec=dataclasses.replace(output.spec, dtype=parts[0].spec.dtype))
+    return changed(output, spec=changed(output.spec, dtype=parts[0].spec.dtype))
 
 
 def _parts(output: Output, members: Sequence[QuantizedWeight]) -> list[LazyTensor]:
@@ -251,4 +252,4 @@ def _parts(output: Output, members: Sequence[QuantizedWeight]) -> list[LazyTenso
 
 def _named(output: Output, parts: Sequence[LazyTensor]) -> Output:
     names = ", ".join(part.spec.name for part in parts)
-    return dataclasses.replace(output, expression=f"as stored: {names}") if parts else output
+    return changed(output, expression=f"as stored: {names}") if parts else output

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from bridge.core.display import Displayed, Table
+from bridge.core.records import later, plain, recorded
 from bridge.core.text import fold, grouped, pattern, shape_text, size
-from bridge.core.values import Cut, Encoding, Feed, Format, Numeric, Site, Slice, TensorSpec, later, plain, recorded
+from bridge.core.values import Cut, Encoding, Feed, Format, Numeric, Site, Slice, TensorSpec
 from bridge.quant.describe import format_name
 
 DEFAULT_FILE = "model.safetensors"
@@ -277,10 +278,10 @@ class Plan(Displayed):
 
         return grouped(self.steps, kind)
 
-    def table(self) -> Table:
-        """One row per kind of weight: its scales are counted with it."""
+    def table(self, kinds: Sequence[Sequence[Step]] = ()) -> Table:
+        """One row per kind of weight: its scales are counted with it. `kinds`: those of `kinds`, if they are known."""
         rows = []
-        for group in self.kinds():
+        for group in kinds or self.kinds():
             first = group[0].outputs[0].spec
             what = format_name(group[0].format) if group[0].format else first.dtype
             names = fold([step.outputs[0].spec.name for step in group])

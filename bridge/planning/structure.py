@@ -15,7 +15,8 @@ from bridge.core.output import cache
 from bridge.core.output.provenance import provenance
 from bridge.core.parsing.typed_json import typed
 from bridge.core.ranges import check_versions
-from bridge.core.values import Structure, plain
+from bridge.core.records import plain
+from bridge.core.values import Structure
 from bridge.core.version import install, loads_transformers
 from bridge.planning.eagle import eagle_structure, is_eagle
 from bridge.planning.registries import why_too_old

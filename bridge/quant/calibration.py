@@ -21,9 +21,10 @@ from bridge.core.formats.safetensors import SafetensorsFile, file_pieces
 from bridge.core.output.temporary import write_whole
 from bridge.core.parsing.limited import parse_json
 from bridge.core.parsing.typed_json import typed
+from bridge.core.records import later
 from bridge.core.remote.path import as_path
 from bridge.core.text import fold, fold_layers, grouped, number, pattern
-from bridge.core.values import Format, Numeric, later
+from bridge.core.values import Format, Numeric
 from bridge.quant.schemes.scheme import is_calibrated, is_measured
 
 VERSION = "1"
@@ -215,17 +216,16 @@ class Calibration(Displayed):
         scales = {"smoothquant": self.smoothing_amax, "awq": self.awq_scale, "awq_full": self.awq_scale}
         prescaled = (scales.get(form.algorithm, {}), self.pre_scale)
         smoothed = any(module in kind for kind in (self.smoothing_amax, self.awq_scale, self.pre_scale))
-        seen = module in self.input_amax
+        seen, names = module in self.input_amax, {module, of_expert(module, 0)}
         return {
             "input amax": is_measured(form.input) and not seen,
             "amax of the input before smoothing": is_measured(form.input) and seen and smoothed and not form.prescales,
-            "mean square of the input (importance matrix)": form.weighted
-            and not {module, of_expert(module, 0)} & {*self.input_square},
+            "mean square of the input (importance matrix)": form.weighted and not names & {*self.input_square},
             "clip of the blocks of the weight": form.clipped and module not in self.weight_clip,
             "factor of the scales of the weight": form.learned and module not in self.scale_factor,
-            f"codes chosen by {form.algorithm}": form.compensated and module not in self.weight_codes,
+            f"codes chosen by {form.algorithm}": form.compensated and not names & {*self.weight_codes},
             f"block scales chosen by {form.algorithm}": form.rescaled
-            and not (module in self.block_scales and module in self.weight_amax),
+            and not (names & {*self.block_scales} and module in self.weight_amax),
             f"pre_quant_scale of {form.algorithm}": form.algorithm in scales
             and not any(module in kind for kind in prescaled),
         }

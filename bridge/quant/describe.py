@@ -17,6 +17,7 @@ from bridge.core.values import (
     WEIGHTED,
     Format,
     Numeric,
+    code_bits,
 )
 from bridge.quant.schemes.scheme import Scheme
 
@@ -161,10 +162,10 @@ def nominal_bits(scheme: Scheme) -> float:
     first = scheme.weight[0]
     if first.dtype in AFFINE:  # a scale and a bias of 16 bits
         return AFFINE[first.dtype] + 32 / first.block[0]
-    kind = DTYPES[first.dtype]
-    if kind.size:
+    kind = DTYPES.get(first.dtype)
+    if kind and kind.size:
         return 8 * kind.size / kind.block
-    return kind.bits + (DTYPES[first.scale_dtype].bits / math.prod(first.block) if first.block else 0)
+    return code_bits(first.dtype) + (DTYPES[first.scale_dtype].bits / math.prod(first.block) if first.block else 0)
 
 
 def input_bits(scheme: Scheme) -> int:

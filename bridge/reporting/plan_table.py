@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 
 from bridge.core.addresses import shown
 from bridge.core.text import first_of, fold, grouped, number, pattern, shape_text, size
-from bridge.planning.plan import Plan
+from bridge.planning.plan import Plan, Step
 from bridge.reporting.columns import Columns, Labelled, titled_table
 from bridge.reporting.loading import LOADING, loading_line, loading_rows, loadings
 from bridge.reporting.rows import by_reason, name_lines
@@ -34,16 +34,17 @@ def plan_table(plan: Plan, every: bool = False) -> RenderableType:
     if every:
         return Group(*head, *_everything(plan, notes), "", f"side files  {files}")
     rest = Labelled([*_brief(plan), *(("note", note) for note in notes), ("files", files)])
-    columns, rows = plan.table()
+    kinds = plan.kinds()
+    columns, rows = plan.table(kinds)
     room = MOST_LINES - len(head) - len(rest.rows) - 3  # the header, a blank line, and how long it takes
-    return Group(*head, Columns(columns, _largest(plan, rows, max(room, 8)), right=(1, 4)), "", rest)
+    return Group(*head, Columns(columns, _largest(kinds, rows, max(room, 8)), right=(1, 4)), "", rest)
 
 
-def _largest(plan: Plan, rows: Sequence[tuple[str, ...]], room: int) -> list[tuple[str, ...]]:
+def _largest(kinds: Sequence[Sequence[Step]], rows: Sequence[tuple[str, ...]], room: int) -> list[tuple[str, ...]]:
     """The rows that there is room for, those of most bytes, in their order; the last one counts the others."""
     if len(rows) <= room:
         return list(rows)
-    sizes = [sum(step.nbytes for step in group) for group in plan.kinds()]
+    sizes = [sum(step.nbytes for step in group) for group in kinds]
     kept = sorted(sorted(range(len(rows)), key=lambda at: -sizes[at])[: room - 1])
     left = sum(sizes) - sum(sizes[at] for at in kept)
     return [*(rows[at] for at in kept), (f"{len(rows) - len(kept)} more kinds: --all", "", "", "", size(left))]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.errors import SourceError
+from bridge.core.formats.weight_file import WeightFile
 from bridge.core.output.names import GENERATION
 from bridge.core.remote.path import remote
 from bridge.core.values import TensorSpec
@@ -28,6 +29,7 @@ from bridge.tables.model_types import names_with
 if TYPE_CHECKING:
     import numpy as np
 
+    from bridge.core.files.span import Extent
     from bridge.quant.calibration import Calibration
     from bridge.sources.quantized.checkpoint import Quantized
     from bridge.sources.quantized.megatron import Statistics
@@ -88,6 +90,10 @@ class HfSource(SourceBase):
 
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
         return self._weights.read_rows(name, begin, end, out)
+
+    def extent(self, name: str) -> Extent | None:
+        shard = self._weights.holder[name]
+        return shard.extent(name) if isinstance(shard, WeightFile) else None
 
     def as_stored(self) -> HfSource:
         """The same with rotated weights as they are stored, for who copies their codes and says how they turn."""

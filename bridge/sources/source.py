@@ -11,6 +11,7 @@ from bridge.core.values import LazyTensor, Program, TensorSpec
 if TYPE_CHECKING:
     import numpy as np
 
+    from bridge.core.files.span import Extent
     from bridge.quant.calibration import Calibration
     from bridge.sources.adapted.adapter import Adapter
     from bridge.sources.live_models.distillation import Distillation
@@ -140,6 +141,9 @@ class Source(Protocol):
     def served(self, command: str) -> str:
         """Return the command of a server with the options that load the adapter; "" if the server is unknown."""
 
+    def extent(self, name: str) -> Extent | None:
+        """The bytes of a tensor that a file holds as it is, for who reads parts of rows; None of any other."""
+
 
 class SourceKind(Protocol):
     """What a module of this package (or of an entry point) offers to `open_source`."""
@@ -183,6 +187,9 @@ class SourceBase:
 
     def served(self, command: str) -> str:
         return command
+
+    def extent(self, name: str) -> Extent | None:
+        return None
 
 
 class Wrapped(SourceBase):

@@ -12,9 +12,9 @@ from typing import Any, cast
 import numpy as np
 
 from bridge.core.aligned_buffers import Buffers
-from bridge.core.values import Format, TensorSpec
+from bridge.core.values import NARROW, Format, TensorSpec
 from bridge.planning.plan import Step
-from bridge.quant.calibration import Calibration
+from bridge.quant.calibration import Calibration, of_expert
 from bridge.quant.codec.arrays import Array, transposed
 from bridge.quant.codec.decode import values
 from bridge.quant.codec.encode import CalibratedCodes
@@ -55,7 +55,8 @@ def calibrated_rows(
     assert calibration and step.site, "a format that leaves something to choose is calibrated"
     modules = {part.source: part.module or step.site.module for part in step.inputs if part.source}
     specs = {name: source.specs[name] for name in modules}
-    turned = step.site.layout == "in_out"  # as it is stored; a step may see it turned around
+    # as it is stored; a step may see it turned around, as that of an expert does
+    turned = step.site.layout == "in_out" or (step.inputs[0].expert is not None and step.inputs[0].transposed)
     common = (modules, specs, calibration, step.format, turned, amax)
 
     def rows(scales: bool) -> Rows:
@@ -67,6 +68,25 @@ def calibrated_rows(
         step.format.weight[0].block[0],
         turned and not step.inputs[0].transposed,
     )
+
+
+def expert_codes(
+    step: Step, source: Source, calibration: Calibration | None, number: int, amax: float | None = None
+) -> CalibratedCodes | None:
+    """The codes and scales of one expert of a stack, as [out, in]; None if its format takes none from calibration."""
+    if not (step.format and step.format.chosen):
+        return None
+    assert calibration and step.site, "a format that leaves something to choose is calibrated"
+    name, turned = step.source, step.site.layout.endswith("in_out")
+    common = ({name: step.site.module}, {name: source.specs[name]}, calibration, step.format, turned, amax)
+
+    def read(scales: bool) -> Array:
+        (stored,) = _Tensors(*common, scales).read_rows(name, number, number + 1).view(np.uint8)
+        return transposed(stored) if turned else stored
+
+    codes = read(False) if step.format.compensated else None
+    block = step.format.weight[0].block[0]
+    return CalibratedCodes(codes, np.ascontiguousarray(read(True)[:, ::block]) if step.format.rescaled else None)
 
 
 def _joined(rows: Rows, first: int, stop: int) -> Array:
@@ -97,15 +117,23 @@ class _Tensors:
         return self.read_rows(name, 0, self.stored[name].shape[0])
 
     def read_rows(self, name: str, begin: int, end: int, out: Any = None) -> Array:
-        module, cols = self.modules[name], self.stored[name].shape[1]
+        shape, module = self.stored[name].shape, self.modules[name]
+        if len(shape) == 3:  # experts, whose codes lie apart
+            names = (of_expert(module, number) for number in range(begin, end))
+            return np.stack([self._rows(one, module, shape[2], 0, shape[1]) for one in names])
+        return self._rows(module, module, shape[1], begin, end)
+
+    def _rows(self, module: str, group: str, cols: int, begin: int, end: int) -> Array:
+        """Rows of a matrix; `group`: the module whose amax is that above its blocks."""
         if not self.scales:
             packed = np.ascontiguousarray(self.calibration.weight_codes[module][begin:end])
-            return unpacked_codes(packed, self.format.weight[0].dtype, "in", cols).view(np.int8)
+            dtype = self.format.weight[0].dtype
+            return unpacked_codes(packed, "int4" if dtype in NARROW else dtype, "in", cols).view(np.int8)
         matrix, block = self.calibration.block_scales[module], self.format.weight[0].block[0]
         if self.turned:
-            wide = self._of_group(module, matrix[0 : matrix.shape[0]]).repeat(block, axis=1)
+            wide = self._of_group(group, matrix[0 : matrix.shape[0]]).repeat(block, axis=1)
             return np.ascontiguousarray(wide.T[begin:end]).view(np.int8)
-        return self._of_group(module, matrix[begin:end]).repeat(block, axis=1)[:, :cols].view(np.int8)
+        return self._of_group(group, matrix[begin:end]).repeat(block, axis=1)[:, :cols].view(np.int8)
 
     def _of_group(self, module: str, codes: Array) -> Array:
         """Scales under the scale that covers the step's group, if calibration had another group."""

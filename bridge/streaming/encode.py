@@ -26,6 +26,7 @@ from bridge.quant.smoothing import RANGE, Smoothing, mean_scale, multiplied
 from bridge.streaming.calibrated_codes import calibrated_rows
 from bridge.streaming.context import ConversionContext, Sink, StepResult
 from bridge.streaming.experts import write_experts
+from bridge.streaming.on_device import amax_on_device, encode_on_device, matrix_on_device
 from bridge.streaming.passthrough import copy_step
 from bridge.streaming.rows import Part, Rows, join
 from bridge.streaming.scales import (
@@ -53,6 +54,8 @@ def weight_amax(step: Step, context: ConversionContext, buffers: Buffers) -> flo
     if step.format and step.format.ordered and step.format.rescaled:
         assert context.calibration, "a format whose codes are chosen is calibrated"
         return max(float(context.calibration.weight_amax[module]) for module in step.modules)
+    if (weight := matrix_on_device(step, context)) is not None:
+        return amax_on_device(step, weight)
     spec, rows, prepared = prepared_weight(step, context, buffers)
     if step.layout is Layout.WHOLE:
         return finite_amax(prepared.whole(step, rows), spec)
@@ -90,7 +93,10 @@ def _write_quantized(
         sink(output, array, at)
 
     write_constants(step, context, buffers, sink)
+    weight = matrix_on_device(step, context)
     match step.layout:
+        case _ if weight is not None:
+            zero = encode_on_device(step, weight, amax, counted)
         case Layout.EXPERTS:
             zero = write_experts(step, context, amax, counted)
         case Layout.WHOLE:

@@ -16,6 +16,7 @@ from bridge.quant.codec.arrays import Array, transposed
 from bridge.quant.codec.decode import decode
 from bridge.quant.codec.encode import encode
 from bridge.sources.source import Source
+from bridge.streaming.calibrated_codes import expert_codes
 from bridge.streaming.context import ConversionContext, Sink
 from bridge.streaming.scales import importance_of
 
@@ -67,8 +68,9 @@ def _encoded(step: Step, context: ConversionContext, amax: float | None) -> Iter
         bits = expert(step, context.source, number)
         importance = importance_of(step, replace(step.inputs[0], expert=number), context.calibration)
         arrays = encode(
-            bits, spec.dtype, step.format.weight, coding=step.coding, amax=amax, name=step.source, importance=importance
-        )
+            bits, spec.dtype, step.format.weight, coding=step.coding, amax=amax, name=step.source,
+            importance=importance, chosen=expert_codes(step, context.source, context.calibration, number, amax),
+        )  # fmt: skip
         yield bits, arrays
 
 

@@ -227,7 +227,16 @@ def _compare_experts(
             arrays[key] = transposed(stored.reshape(outputs[part].spec.shape[1:]))
         bits = expert(step, source, number)
         importance = scales.importance(step, replace(step.inputs[0], expert=number))
-        total += compare(bits, spec.dtype, arrays, step.format.weight, coding=step.coding, importance=importance)
+        weight, tolerance = step.format.weight, Tolerance(beyond=step.format.rescaled)
+        sums = compare(bits, spec.dtype, arrays, weight, coding=step.coding, tolerance=tolerance, importance=importance)
+        if step.format.compensated and not scales.copies(step):
+            chosen, others = scales.expert(step, source, number), 0
+            if chosen is not None:
+                searched = Searched(importance)
+                value = _chosen_values(bits, spec.dtype, chosen, weight[0], "out_in", scales.above(step), searched)
+                others = compare(value, "float32", arrays, weight, coding=step.coding, tolerance=tolerance).not_nearest
+            sums = replace(sums, not_nearest=others)
+        total += sums
     return total
 
 

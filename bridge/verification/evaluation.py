@@ -6,13 +6,14 @@ KL divergence over the whole vocabulary, next-token losses of both, and how ofte
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.calibration.data.windows import POSITIONS, enough, evaluated_windows, tokens_of
+from bridge.calibration.data.windows import ERROR, POSITIONS, enough, evaluated_windows, further_windows, tokens_of
 from bridge.calibration.reference_outputs import PIECE, divergence, proving
 from bridge.core.errors import CannotRun, VerifyError
 from bridge.core.machine import available_memory, returning_pages
@@ -37,6 +38,7 @@ class Reference:
     """What a written model is evaluated against: text, and the source's logits; `exact`: they are float32.
 
     `whole`: so many tokens were asked for. `scored`: of the first batches, which tokens count; all of others.
+    `seconds`: that the source took. `left`: windows that the text has beside these; `further` runs the source on some.
     """
 
     batches: Sequence[Batch]
@@ -44,6 +46,9 @@ class Reference:
     exact: bool
     whole: bool = False
     scored: Sequence[np.ndarray] = ()
+    seconds: float = 0.0
+    left: int = 0
+    further: Callable[[int], Reference] | None = None
 
 
 def batches_of(held: HeldOut, values: int, whole: bool = False) -> list[Batch]:
@@ -52,34 +57,94 @@ def batches_of(held: HeldOut, values: int, whole: bool = False) -> list[Batch]:
     `values`: of the model, which limit the windows above the least number. `whole`: take all of them and nothing else.
     """
     windows = evaluated_windows(held.windows, values, whole)
-    rows = [np.array([tokens_of(window)], np.int64) for window in windows]
-    batches: list[Batch] = [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in rows]
+    batches = _of_windows(windows)
     return batches if enough(windows) or (whole and batches) else [*batches, *held.inputs]
 
 
 @returning_pages()
 def reference_of(source: Source, held: HeldOut, whole: bool = False, progress: Progress = no_progress) -> Reference:
     """Run the source in float32, or in its own dtype where memory does not hold that."""
+    values = sum(spec.size for spec in source.specs.values())
+    stored = sum(spec.nbytes for spec in source.specs.values())
+    wide = stored >= 4 * values
+    exact = wide or 4 * values + stored < available_memory()
+    windows = evaluated_windows(held.windows, values, whole)
+    left = held.windows[len(windows) :] if enough(windows) else ()
+
+    def run_on(batches: list[Batch], windows: Sequence[Sequence[int]]) -> Reference:
+        begin = time.perf_counter()
+        logits = _logits(source, batches, exact and not wide, progress)
+        scored = [np.array([window]) >= 0 for window in windows]
+        return Reference(batches[: logits.count], logits, exact, whole, scored, time.perf_counter() - begin)
+
+    def further(count: int) -> Reference:
+        if 4 * values + stored > available_memory():  # the written model is loaded, too
+            raise CannotRun("memory does not hold the source beside the written model")
+        return run_on(_of_windows(left[:count]), left[:count])
+
+    return replace(run_on(batches_of(held, values, whole), windows), left=len(left), further=further)
+
+
+def _of_windows(windows: Sequence[Sequence[int]]) -> list[Batch]:
+    rows = [np.array([tokens_of(window)], np.int64) for window in windows]
+    return [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in rows]
+
+
+def _logits(source: Source, batches: Sequence[Batch], widened: bool, progress: Progress) -> Logits:
+    """Load the source, `widened` to float32, and run it."""
     import torch
 
     from bridge.calibration.requirements import source_for
     from bridge.calibration.source_logits import source_logits
 
-    values = sum(spec.size for spec in source.specs.values())
-    stored = sum(spec.nbytes for spec in source.specs.values())
-    wide = stored >= 4 * values
-    exact = wide or 4 * values + stored < available_memory()
-    batches = batches_of(held, values, whole)
     given = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in batches]
-    model = (source_for(source, "fp32") if exact and not wide else source).load_model()
-    logits = source_logits(model, given, lambda done: progress(done, len(given), "run the source"))
-    scored = [np.array([window]) >= 0 for window in evaluated_windows(held.windows, values, whole)]
-    return Reference(batches[: logits.count], logits, exact, whole, scored)
+    model = (source_for(source, "fp32") if widened else source).load_model()
+    return source_logits(model, given, lambda done: progress(done, len(given), "run the source"))
 
 
 @returning_pages()
 def evaluated(run: Run, reference: Reference, computed: str = "", progress: Progress = no_progress) -> Evaluation:
-    """Run the written model on the batches and compare its logits with the source's."""
+    """Run the written model on the batches and compare its logits with the source's.
+
+    It goes on with further windows where the error of the change of the loss is large, and these take no long time.
+    The perplexity of the source stays that of the first batches, which other verbs and schemes have, too.
+    """
+    begin, first = time.perf_counter(), _run_on(run, reference, progress)
+    seconds = reference.seconds + time.perf_counter() - begin
+    sums = np.concatenate([first, *_further(run, reference, first, seconds, progress)])
+    tokens, source_loss = float(sums[:, 0].sum()), first[:, 2].sum() / first[:, 0].sum()
+    kl, kl_error = _mean(sums[:, 0], sums[:, 1])
+    difference, error = _mean(sums[:, 0], sums[:, 3] - sums[:, 2])
+    unsure = error > ERROR and reference.left <= len(sums) - len(first)
+    return Evaluation(
+        tokens=int(tokens),
+        window=max(batch["input_ids"].shape[1] for batch in reference.batches),
+        kl=kl,
+        kl_error=kl_error,
+        difference=difference,
+        difference_error=error,
+        agreement=float(sums[:, 4].sum() / tokens),
+        perplexity=_perplexity(source_loss + difference),
+        source_perplexity=_perplexity(source_loss),
+        computed=", ".join(filter(None, [computed, "" if all(map(np.all, reference.scored)) else "answers alone"])),
+        few=(tokens < POSITIONS or unsure) and not reference.whole,
+    )
+
+
+def _further(
+    run: Run, reference: Reference, first: np.ndarray, seconds: float, progress: Progress
+) -> tuple[np.ndarray, ...]:
+    """The rows of further windows; () where they are not needed, take too long, or the source does not run again."""
+    _, error = _mean(first[:, 0], first[:, 3] - first[:, 2])
+    count = min(reference.left, further_windows(len(first), error, seconds))
+    try:
+        return (_run_on(run, reference.further(count), progress),) if reference.further and count else ()
+    except CannotRun:
+        return ()
+
+
+def _run_on(run: Run, reference: Reference, progress: Progress) -> np.ndarray:
+    """The rows of `_rows` of all batches; CannotRun if nothing is scored."""
     rows: list[np.ndarray] = []
     for at, batch in enumerate(reference.batches):
         output = run(batch)
@@ -90,24 +155,9 @@ def evaluated(run: Run, reference: Reference, computed: str = "", progress: Prog
         del output
         progress(at + 1, len(reference.batches), "evaluate")
     sums = np.array(rows)
-    tokens = float(sums[:, 0].sum())
-    if not tokens:
+    if not sums[:, 0].sum():
         raise CannotRun("the text that is held out has no two tokens in a row")
-    kl, kl_error = _mean(sums[:, 0], sums[:, 1])
-    difference, error = _mean(sums[:, 0], sums[:, 3] - sums[:, 2])
-    return Evaluation(
-        tokens=int(tokens),
-        window=max(batch["input_ids"].shape[1] for batch in reference.batches),
-        kl=kl,
-        kl_error=kl_error,
-        difference=difference,
-        difference_error=error,
-        agreement=float(sums[:, 4].sum() / tokens),
-        perplexity=_perplexity(sums[:, 3].sum() / tokens),
-        source_perplexity=_perplexity(sums[:, 2].sum() / tokens),
-        computed=", ".join(filter(None, [computed, "" if all(map(np.all, reference.scored)) else "answers alone"])),
-        few=tokens < POSITIONS and not reference.whole,
-    )
+    return sums
 
 
 def judged(found: Evaluation, plan: Plan, gate: str = "") -> Evaluation:

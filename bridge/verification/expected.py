@@ -20,9 +20,10 @@ from bridge.quant.calibration import Calibration
 from bridge.quant.codec.arrays import Array, cast
 from bridge.quant.codec.clip import Clip
 from bridge.quant.codec.decode import as_values
+from bridge.quant.codec.encode import CalibratedCodes
 from bridge.quant.smoothing import Smoothing, mean_scale, row_factor
 from bridge.sources.source import Source
-from bridge.streaming.calibrated_codes import CalibratedRows, calibrated_rows
+from bridge.streaming.calibrated_codes import CalibratedRows, calibrated_rows, expert_codes
 from bridge.streaming.passthrough import copied_constants
 from bridge.streaming.scales import (
     clip_of,
@@ -128,6 +129,12 @@ class ExpectedScales:
         if self._calibration is None or self.copies(step):
             return None
         return calibrated_rows(step, source, self._calibration)
+
+    def expert(self, step: Step, source: Source, number: int) -> CalibratedCodes | None:
+        """What was chosen of an expert of a stack; None as `chosen`."""
+        if self._calibration is None or self.copies(step):
+            return None
+        return expert_codes(step, source, self._calibration, number)
 
     def above(self, step: Step) -> float:
         """The scale above the blocks under which calibration chose theirs; 1 without such scales."""

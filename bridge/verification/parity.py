@@ -66,8 +66,8 @@ class Evaluation:
     `tokens`: positions that were scored, in rows of at most `window`. `kl`: nats a token over the whole vocabulary,
     from the source; `difference`: of the mean next-token losses, written less source. `_error`: their standard errors
     over rows. `agreement`: the share of positions where both predict the same token. `computed`: how it ran. `few`:
-    the text has fewer positions than wanted. `bound`: the most KL that the scheme may have, 0 without; `why`: that it
-    has more.
+    the text has fewer positions than wanted. `text`: which one it is, "" if unknown. `bound`: the most KL that the
+    scheme may have, 0 without; `why`: that it has more.
     """
 
     tokens: int
@@ -81,6 +81,7 @@ class Evaluation:
     source_perplexity: float
     computed: str = ""
     few: bool = False
+    text: str = ""
     bound: float = 0.0
     passed: bool = True
     why: str = ""
@@ -92,7 +93,7 @@ class Evaluation:
         error, change = (f" ± {self.kl_error:.4f}", f" (± {self.difference_error:.1%})") if several else ("", "")
         return (
             f"KL {self.kl:.4f}{error}, perplexity {self.source_perplexity:.2f} -> {self.perplexity:.2f}{change}, same "
-            f"token {self.agreement:.1%}; {self.tokens:,} tokens{few}"
+            f"token {self.agreement:.1%}; {self.tokens:,} tokens{f' of {self.text}' if self.text else ''}{few}"
         )
 
 

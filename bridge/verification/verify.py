@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from bridge.calibration.data import Data
+from bridge.calibration.data.windows import WINDOWS
 from bridge.calibration.reference_outputs import answer, answer_again, proving
 from bridge.core.errors import BridgeError, CannotRun, VerifyError
 from bridge.core.machine import available_memory
@@ -91,7 +92,9 @@ def prove(
     target, source = load_target(plan.target), as_stored(source) if plan.scheme == PASSTHROUGH else source
     findings = list(target.lint(directory, plan))
     if not remote(directory):
-        findings += [finding for finding in altered(directory, manifest) if finding not in findings]
+        in_header: Callable[..., list[str]] = getattr(target, "changed", lambda *_: [])  # of GGUF files
+        changed = (*altered(directory, manifest), *in_header(directory, plan, source))
+        findings += [finding for finding in changed if finding not in findings]
     saved = directory / CALIBRATION  # its scales come from it
     statistics = calibration or (Calibration.load(saved) if saved.exists() else None)
     compared = tensor_parity(plan, source, manifest.gates, directory, progress, calibration=statistics, memory=memory)
@@ -146,6 +149,7 @@ def _run(
     if reference:
         evaluation, not_run = _evaluated(runtime, plan, statistics, source, reference, check.gate, progress)
         evaluation = replace(evaluation, passed=True, why="") if evaluation and old else evaluation
+        evaluation = replace(evaluation, text=check.data.text) if evaluation and check.data else evaluation
         outputs = with_evaluation(outputs, evaluation, judges=not old and not decodes)
         if evaluation and evaluation.tokens < (check.evaluate or 0):
             where = "the calibration keeps" if statistics and statistics.held_out else "the text has"
@@ -171,6 +175,9 @@ def _reference(
         return None, []
     try:
         check_fits(plan, "evaluate on a larger machine")
+        if check.evaluate and held.windows:  # a calibration may keep more
+            most = max(WINDOWS, -(-check.evaluate // max(1, len(held.windows[0]) - 1)))
+            held = replace(held, windows=held.windows[:most])
         return reference_of(source, held, check.evaluate is not None, progress), []
     except BridgeError as error:
         return None, [f"{EVALUATION}: {error}"]

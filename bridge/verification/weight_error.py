@@ -16,7 +16,7 @@ import numpy as np
 from bridge._kernels.compare import BYTES, COLUMNS, E2M1, E4M3, E5M2, INT4, INT8, ROWS
 from bridge._kernels.compare import compare as _compare
 from bridge.core.dtypes import DTYPES, SEARCHED, UNIT, to_float32
-from bridge.core.values import AFFINE, EITHER, WEIGHTED, Encoding, Numeric
+from bridge.core.values import AFFINE, EITHER, NARROW, WEIGHTED, Encoding, Numeric
 from bridge.quant.codec import affine, kquants
 from bridge.quant.codec import arrays as _bits
 from bridge.quant.codec.arrays import Array
@@ -26,6 +26,7 @@ from bridge.quant.codec.decode import by_row, split_blocks, values
 from bridge.quant.codec.encode import Encoder
 from bridge.quant.codec.fake_quant import runtime_codes
 from bridge.quant.codec.ggml import TYPES, own_rounding
+from bridge.quant.codec.kernels import INTEGER_RANGE
 from bridge.quant.codec.packing import unpacked_codes
 from bridge.quant.codec.scales import Scales
 from bridge.quant.codec.search import CODES, searched_scales
@@ -190,6 +191,8 @@ class Comparer:
         if self._first.dtype in AFFINE:
             assert bias is not None
             return self._of_affine(bits, stored.view(np.uint8).reshape(n, -1), scale, bias)
+        if self._first.dtype in NARROW:
+            return self._of_narrow(bits, stored.view(np.uint8).reshape(n, -1), scale, importance, clip)
         if self._searched:
             return self._of_searched(to_float32(bits, self._dtype), stored.view(np.uint8).reshape(n, -1), importance)
         if self._blocks_of:
@@ -247,6 +250,27 @@ class Comparer:
         scales = scales if clip is None else clip.amax(scales)
         again = Scales((self._first,), self._dtype, self._coding, None).of_signed(scales)[0]["scale"]
         return int((to_float32(again, self._coding.scale_is) != stored).sum()) * block
+
+    def _of_narrow(
+        self, bits: Array, stored: Array, scale: Array, importance: Array | None, clip: Clip | None
+    ) -> ErrorSums:
+        """The error sums of rows whose codes no byte holds a whole number of; scales of rows or of blocks in them."""
+        first, across = self._first, self._blocks.across
+        factor = self._factor(scale).reshape(len(bits), -1)
+        codes = unpacked_codes(stored, first.dtype, "int32", self._blocks.cols)
+        wide = to_float32(bits, self._dtype)
+        found = sums_of_values(wide, values(codes, first.dtype, factor, 1, across))
+        position = wide / np.repeat(factor, across, axis=1)[:, : wide.shape[1]]
+        signed, (low, high) = codes.view(np.int8), INTEGER_RANGE[first.dtype]
+        if self._beyond:  # the last codes are the nearest of all that lies beyond
+            position = np.clip(position, low, high)
+        slack = 0.5 + np.abs(position) * (self._slack + UNIT["float32"])
+        found = replace(
+            found, not_nearest=int((np.abs(position - signed) > slack).sum()), scales=scale_stats(factor, self._signed)
+        )
+        if importance is None:
+            return found
+        return replace(found, not_repeated=self._otherwise(bits, factor, importance, clip), repeated=bits.size)
 
     def _of_searched(self, values: Array, stored: Array, importance: Array | None) -> ErrorSums:
         """The error sums of float32 rows; with an importance, their codes are searched again."""

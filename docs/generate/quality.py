@@ -55,11 +55,12 @@ LAYOUTS = (
      ("AutoRound 20", "AutoRound 200", "llm-compressor GPTQ", "ModelOpt INT4_AWQ_CFG")),
     ("NVFP4 weights, calibrated",
      ("nvfp4_wo:gptq", "nvfp4_wo:gptq --samples 32", "nvfp4_wo:imatrix"), ("llm-compressor GPTQ NVFP4A16",)),
-    ("MXFP4 weights, calibrated", ("mxfp4_wo:gptq", "mxfp4_wo:imatrix"), ("llm-compressor GPTQ MXFP4A16",)),
+    ("MXFP4 weights, calibrated",
+     ("mxfp4_wo:gptq", "mxfp4_wo:gptq --samples 32", "mxfp4_wo:imatrix"), ("llm-compressor GPTQ MXFP4A16",)),
     ("INT4 in blocks of 64, no data", ("int4:rtn", "int4_mse", "int4_wo"),
      ("llm-compressor RTN", "ModelOpt INT4_BLOCKWISE_WEIGHT_ONLY_CFG")),
     ("NVFP4 weights, no data", ("nvfp4_wo:mse", "nvfp4_wo"), ("llm-compressor NVFP4A16", "ModelOpt W4A16_NVFP4_CFG")),
-    ("MXFP4 weights, no data", ("mxfp4_wo:rtn",), ("llm-compressor MXFP4A16",)),
+    ("MXFP4 weights, no data", ("mxfp4_wo:mse",), ("llm-compressor MXFP4A16",)),
     ("INT4 in blocks of 32 and the head, for ONNX Runtime, calibrated",
      ("int4:gptq --target ort --group 32 --vocabulary quantize",
       "int4:imatrix --target ort --group 32 --vocabulary quantize"),
@@ -67,7 +68,7 @@ LAYOUTS = (
     ("INT4 in blocks of 32 and the head, for ONNX Runtime, no data",
      ("int4:rtn --target ort --group 32 --vocabulary quantize",), ("onnxruntime-genai int4",)),
     ("FP8 and inputs by token", ("fp8_pc_pt",), ("llm-compressor FP8_DYNAMIC",)),
-    ("INT8 by channel", ("int8_wo",), ("llm-compressor W8A16", "ModelOpt INT8_WEIGHT_ONLY_CFG")),
+    ("INT8 by channel", ("int8_wo",), ("llm-compressor RTN INT8", "ModelOpt INT8_WEIGHT_ONLY_CFG")),
 )  # fmt: skip
 
 

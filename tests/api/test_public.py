@@ -17,6 +17,7 @@ SIGNATURES = {
         "keep=None, drop_layers=None, sparse=None, base=None, adapter=None, out=None, overwrite=False, "
         "candidates=None, rotate=None, **options"
     ),
+    "load": "model, source, *, config=None, base=None, decode=True, workers=None",
     "estimate": "plan, model=None, *, verify=True, machine=None",
     "pruned": (
         "model, keep=None, *, drop_layers=None, data=None, importance='output', repair=False, order='source', "
@@ -72,7 +73,7 @@ SIGNATURES = {
     "sensitivity": (
         "model, quant, data=None, *, target=None, runtime=None, budget=None, fallback=None, method='kl', kv=None, "
         "device=None, config=None, tokenizer=None, samples=None, sequence=None, field=None, memory=None, "
-        "ranking=None, progress=None, compute=None, **options"
+        "ranking=None, progress=None, compute=None, rotate=None, **options"
     ),
     "batch": (
         "manifest, *, engine=None, workers=None, memory=None, dry_run=False, resume=True, only=None, strict=None, "
@@ -98,7 +99,7 @@ REPORT = (
 
 def test_the_names_are_these_and_no_others() -> None:
     values = {"BatchReport", "BridgeError", "Calibration", "Estimate", "Inspection", "Plan", "Report", "Scheme"}
-    values |= {"Searched", "Sensitivity", "__version__"}
+    values |= {"Loaded", "Searched", "Sensitivity", "__version__"}
     names = {*SIGNATURES, *values}
     assert set(bridge.__all__) == names
     assert all(getattr(bridge, name) is not None for name in names)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import bridge
 from bridge.core.errors import CalibrationError, PlanError, UsageError
+from bridge.workflows.batch.engines.local import Settings, make_engine
+from bridge.workflows.batch.manifest.read import read_manifest
+from bridge.workflows.batch.prepare.plan import plan_rows
+from bridge.workflows.batch.values import Limits
 from tests.models.draft_families import FAMILIES
 from tests.models.tiny_adapters import write_adapter
 
@@ -71,6 +76,69 @@ def test_a_golden_of_a_rotated_output_is_converted_again(tmp_path: Path) -> None
     bridge.convert(TINY, "hf", "int8_wo", tmp_path / "out", rotate="hadamard", progress=False, verify=False)
     bridge.golden.record(tmp_path / "out", tmp_path / "golden", progress=False)
     assert bridge.golden.check(tmp_path / "golden", model=TINY, progress=False).passed
+
+
+SMALL: dict[str, Any] = {"samples": 4, "sequence": 32, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rotated checkpoint, unquantized."""
+    out = tmp_path_factory.mktemp("turned") / "model"
+    bridge.convert(TINY, "hf", None, out, rotate="hadamard", progress=False, verify=False)
+    return out
+
+
+def test_sensitivity_ranks_the_layers_of_the_rotated_checkpoint(turned: Path) -> None:
+    ours = bridge.sensitivity(TINY, "int4_wo", rotate="hadamard", **SMALL)
+    theirs, plain = (bridge.sensitivity(path, "int4_wo", **SMALL) for path in (turned, TINY))
+    costs, want, other = ([layer.cost for layer in one.layers] for one in (ours, theirs, plain))
+    assert costs == want != other
+    assert any("convert with rotate='hadamard' (--rotate hadamard)" in note for note in ours.notes)
+
+
+@pytest.mark.slow
+def test_a_choice_for_each_layer_is_that_of_the_rotated_checkpoint(turned: Path, tmp_path: Path) -> None:
+    quant = "auto:6bits:int4_wo,int8_wo"
+    bridge.convert(TINY, "hf", quant, tmp_path / "one", rotate="hadamard", verify=False, **SMALL)
+    bridge.convert(turned, "hf", quant, tmp_path / "two", verify=False, **SMALL)
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
+
+
+def test_rows_of_a_batch_are_rotated(tmp_path: Path) -> None:
+    text = f'[defaults]\nmodel = "{Path(TINY).absolute()}"\ntarget = "hf"\n'
+    for name, more in (("turned", 'rotate = "hadamard"'), ("plain", ""), ("wrong", 'rotate = "random"')):
+        text += f'[[row]]\nname = "{name}"\nout = "{name}"\nquant = "int8_wo"\nverify = false\n{more}\n'
+    (tmp_path / "batch.toml").write_text(text)
+    report = bridge.batch(tmp_path / "batch.toml", workers=1, progress=False)
+    bridge.convert(TINY, "hf", "int8_wo", tmp_path / "alone", rotate="hadamard", progress=False, verify=False)
+    one, two, plain = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("turned", "alone", "plain"))
+    assert one == two != plain and "rotate='random' (--rotate): unknown" in report.outcomes["wrong"].error
+    assert bridge.batch(tmp_path / "batch.toml", workers=1, progress=False).outcomes["turned"].kept
+    fp8 = text.replace("int8_wo", "fp8").replace('rotate = "random"', "")
+    (tmp_path / "other.toml").write_text(fp8)
+    keys = [
+        one.key for one in plan_rows(read_manifest(tmp_path / "other.toml").rows, make_engine(Settings(), Limits()))
+    ]
+    assert keys[0] != keys[1] == keys[2]  # statistics are of rotated weights, or of others
+
+
+def test_a_pruned_model_is_rotated_in_a_chain(tmp_path: Path) -> None:
+    head = (
+        f'out = "made"\n[[step]]\nname = "few"\nverb = "prune"\nmodel = "{Path(TINY).absolute()}"\ndrop_layers = [3]\n'
+    )
+    text = head + '[[step]]\nname = "coded"\nverb = "convert"\nmodel = "{few}"\ntarget = "hf"\nquant = "int8_wo"\n'
+    (tmp_path / "chain.toml").write_text(f'{text}rotate = "random"\n')
+    with pytest.raises(UsageError, match=r"step coded: rotate='random' \(--rotate\): unknown"):
+        bridge.chain(tmp_path / "chain.toml", progress=False)
+    (tmp_path / "chain.toml").write_text(f'{text}rotate = "hadamard"\n')
+    report = bridge.chain(tmp_path / "chain.toml", progress=False)
+    bridge.convert(
+        tmp_path / "made" / "few", "hf", "int8_wo", tmp_path / "alone", rotate="hadamard", progress=False, verify=False
+    )
+    one, two = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("made/coded", "alone"))
+    assert report.passed and one == two
 
 
 def test_what_cannot_be_rotated_is_refused_before_anything_is_written(tmp_path: Path) -> None:

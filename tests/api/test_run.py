@@ -18,6 +18,7 @@ import bridge
 from bridge.api.generation import Generation
 from bridge.cli.main import app
 from bridge.core.errors import CannotRun, SourceError, UsageError, VerifyError
+from bridge.sources.live_models.loading import load_model
 from bridge.targets.generation import Chooser, Settings
 from bridge.targets.hf.runtime import Rebuilt
 from bridge.targets.manifest import load_manifest
@@ -169,6 +170,31 @@ def test_quantized_activations_and_caches_say_what_the_fake_quantized_model_says
     logits = whole[len(prompt) - 1 : -1]
     assert (logits.max(-1) - logits[np.arange(24), new] <= 0.02 * np.abs(logits).max()).all()
     assert (logits.argmax(-1) == new).mean() > 0.9
+
+
+@pytest.mark.slow
+def test_inputs_are_quantized_as_the_scheme_does() -> None:
+    """Greedy tokens are those of ModelOpt's MXFP4 codes of inputs on the decoded weights, and not of these alone."""
+    from bridge.calibration.modelopt import modelopt
+
+    modelopt()
+    from modelopt.torch.quantization.qtensor import MXFP4QTensor
+
+    out = written("hf", "mxfp4")
+    result = bridge.run(out, TEXT, tokens=24)
+    assert result.runs == "its weights, dequantized, in transformers, inputs quantized"
+    rebuilt: Any = Rebuilt(out, load_manifest(out).plan)
+    model = load_model(rebuilt)
+    plain = theirs(model, 24)
+
+    def quantize(_: Any, inputs: tuple[Any, ...]) -> Any:
+        codes, scale = MXFP4QTensor.quantize(inputs[0].reshape(-1, inputs[0].shape[-1]), block_size=32)
+        return codes.dequantize(dtype=torch.float32, scale=scale, block_sizes={-1: 32}).reshape(inputs[0].shape)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(quantize)
+    assert list(result.ids) == theirs(model, 24) != plain
 
 
 @pytest.mark.slow

@@ -9,18 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 import bridge
 from bridge.calibration.data import Sampling, prepare
-from bridge.calibration.importance.columns import column_codes
+from bridge.calibration.importance import columns
+from bridge.calibration.importance.columns import ColumnCodes, column_codes
 from bridge.calibration.job import CalibrationJob
+from bridge.calibration.quantizers import QuantizerBinding
 from bridge.calibration.requirements import token_warnings
 from bridge.core.errors import CalibrationError, PlanError, SchemeError
-from bridge.core.values import Numeric
+from bridge.core.values import Numeric, Site, TensorSpec
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration
+from bridge.quant.codec.packing import unpacked_codes
 from bridge.quant.codec.search import SCALES, searched_scales
 from bridge.quant.schemes.load import load_scheme
+from bridge.sources.live_models.checkpoint_names import LiveSlice, Origin
 from bridge.sources.opening import open_source
 from tests.blocks import ROOT
 from tests.models.decoder_families import build
@@ -126,6 +131,91 @@ def test_readers_of_one_input_share_its_products(model: Any, calibration: Calibr
     squares = [calibration.input_square[f"{layer}{name}_proj"] for name in "qkv"]
     assert np.array_equal(squares[0], squares[1]) and np.array_equal(squares[1], squares[2])
     assert set(calibration.weight_codes) == set(calibration.input_square)
+
+
+class Seen(torch.overrides.TorchFunctionMode):
+    """The inputs of products with parts of some weights, by the address of the part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: dict[int, list[Any]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            self.inputs.setdefault(args[1].data_ptr(), []).append(args[0].clone())
+        return func(*args, **(kwargs or {}))
+
+
+def codes_of_a_linear(weight: Any, inputs: list[Any], quant: str) -> np.ndarray:
+    """The codes that an nn.Linear with this weight gets from these inputs."""
+    linear = torch.nn.ModuleDict({"m": torch.nn.Linear(*weight.shape[::-1], bias=False)})
+    linear["m"].weight.data = weight.clone()
+    scheme = load_scheme(quant)
+    site, spec = Site("m", "m.weight", "out_in"), TensorSpec("m.weight", tuple(weight.shape), "float32")
+    origins = {"m.weight": Origin(spec, (LiveSlice("m.weight"),))}
+    watch = ColumnCodes([QuantizerBinding(site, scheme.format, "m", "weight")], origins, scheme)
+    watch.prepare(linear)
+    watch.run(lambda model: [model["m"](rows) for rows in inputs], linear)
+    return np.asarray(watch.codes["m"])
+
+
+@pytest.mark.parametrize("quant", ["int4:gptq", "mxfp4_wo:gptq"])
+def test_an_expert_has_the_codes_of_a_linear_with_its_weight_and_its_tokens(
+    quant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "EVERY_EXPERT", 1)
+    model = build("MixtralForCausalLM", torch.float32, **LLAMA, num_hidden_layers=1).eval()
+    made = bridge.calibrate(model, quant, data=BATCHES, samples=None, progress=False)
+    model.set_experts_implementation("eager")
+    with torch.no_grad(), Seen() as seen:
+        for batch in BATCHES[:-1]:  # the last is held out
+            model(**batch)
+    experts, compared = model.model.layers[0].mlp.experts, 0
+    for number, (joined, down) in enumerate(
+        zip(experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True)
+    ):
+        half = len(joined) // 2
+        for leaf, weight, read in (("w1", joined[:half], joined), ("w3", joined[half:], joined), ("w2", down, down)):
+            got = made.weight_codes[f"model.layers.0.block_sparse_moe.experts.{number}.{leaf}"]
+            want = codes_of_a_linear(weight, seen.inputs[read.data_ptr()], quant)
+            assert np.array_equal(np.asarray(got[0 : got.shape[0]]), want), (number, leaf)
+            compared += 1
+    assert compared == 3 * len(experts.gate_up_proj) and not made.applied
+
+
+def test_an_expert_of_a_stack_has_such_codes_in_the_axes_of_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "EVERY_EXPERT", 1)
+    model = build("Llama4ForCausalLM", torch.float32, **LLAMA, intermediate_size_mlp=128).eval()
+    (name, experts), *_ = [(name, one) for name, one in model.named_modules() if name.endswith(".experts")]
+    made = bridge.calibrate(model, "int4:gptq", data=BATCHES, samples=None, progress=False)
+    seen: list[Any] = []
+    experts.register_forward_pre_hook(lambda _, args: seen.append(args[0].view(len(experts.gate_up_proj), -1, 128)))
+    with torch.no_grad():
+        for batch in BATCHES[:-1]:
+            model(**batch)
+    for number, stored in enumerate(experts.gate_up_proj.detach()):  # [in, out]
+        inputs = [one[number][one[number].abs().amax(-1) > 0] for one in seen]  # those of other experts are zero
+        want = unpacked_codes(codes_of_a_linear(stored.T.contiguous(), inputs, "int4:gptq"), "int4", "in", 128)
+        packed = made.weight_codes[f"{name}.gate_up_proj.{number}"]
+        got = unpacked_codes(np.asarray(packed[0 : packed.shape[0]]), "int4", "in", stored.shape[1])
+        assert np.array_equal(got.T, want), number
+
+
+def test_an_expert_with_few_tokens_is_rounded_as_by_importance_alone_and_told(tmp_path: Any) -> None:
+    model = build("MixtralForCausalLM", torch.float32, **LLAMA, num_hidden_layers=1)
+    options: dict[str, Any] = {"data": BATCHES, "samples": None, "progress": False, "format": "compressed-tensors"}
+    report = bridge.convert(model, "hf", "int4:gptq", tmp_path / "gptq", **options)
+    bridge.convert(model, "hf", "int4:imatrix", tmp_path / "imatrix", verify=False, **options)
+    made = Calibration.load(tmp_path / "gptq" / "bridge" / "calibration.safetensors")
+    (tokens,) = made.expert_tokens.values()
+    assert report.passed and min(tokens) < columns.EVERY_EXPERT <= max(tokens)
+    by_rule = [load_file(tmp_path / rule / "model.safetensors") for rule in ("gptq", "imatrix")]
+    for number, count in enumerate(tokens):
+        module = f"model.layers.0.block_sparse_moe.experts.{number}.w1"
+        few = 0 < count < columns.EVERY_EXPERT
+        assert few == (f"{module} codes" in report.policies)
+        same = np.array_equal(*(one[f"{module}.weight_packed"] for one in by_rule))
+        assert same == (count < columns.EVERY_EXPERT), (number, count)
 
 
 @pytest.mark.parametrize("format_", ["compressed-tensors", "awq", "gptq"])

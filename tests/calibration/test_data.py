@@ -181,6 +181,7 @@ def test_fewer_rows_than_asked_are_told(tmp_path: Path) -> None:
 
 
 def test_the_embedded_text_is_told_with_the_flag_that_replaces_it() -> None:
+    (text,) = made(None, sequence=40, default=10_000).warnings  # nobody asked for so many rows
     (text,) = made(None, sequence=40).warnings
     assert "1,280 tokens of Python's documentation" in text and "data= (--data FILE)" in text
 

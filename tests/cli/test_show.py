@@ -317,3 +317,11 @@ def test_the_best_rule_of_a_layout_is_shown_with_its_rules(word: str) -> None:
     data, _ = describe(word)
     assert data["rules"] == ["int4:rtn", "int4:imatrix", "int4:gptq", "int4:awq", "int4:signround"]
     assert data["tried"] == ["rtn", "imatrix", "gptq"] and data["without data"] == "int4:rtn"
+
+
+def test_programs_fit_80_columns() -> None:
+    data, rows = describe("runtimes")
+    lines = "".join(text(row, width=200).rstrip() + "\n" for row in rows).splitlines()
+    assert len(data) > 8 and max(map(len, lines)) <= 80
+    at = next(n for n, line in enumerate(lines) if line.split()[:2] == ["vllm", "vLLM"])
+    assert re.search(r"--target hf --format modelopt +\d+ schemes$", lines[at + 1])

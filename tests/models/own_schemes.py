@@ -20,6 +20,7 @@ def own(weight: Numeric, entry: Numeric | None = None) -> Scheme:
 
 INT4 = [own(Numeric("int4", "channel")), *(own(Numeric("int4", "block", (size,))) for size in (64, 32))]
 INT8 = [own(Numeric("int8", "block", (size,))) for size in (128, 64, 32)]
+NARROW = [own(Numeric(f"int{bits}", "block", (size,))) for bits in (2, 3, 5, 6) for size in (64, 32)]
 CHANNELS, TENSORS = own(Numeric(FP8, "channel")), own(Numeric(FP8, "tensor"))
 STATIC = own(Numeric(FP8, "channel"), Numeric(FP8, "tensor"))
 TOKENS = own(Numeric(FP8, "tensor"), Numeric(FP8, "token", dynamic=True))

@@ -14,6 +14,7 @@ from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationStatus,
     QuantizationStrategy,
+    QuantizationType,
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
@@ -23,20 +24,23 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 IGNORED = ("lm_head", "re:.*embed_tokens")
 
 
-def compress(model: Any, preset: str, out: Path, channels: bool = False) -> Path:
+def compress(model: Any, preset: str, out: Path, channels: bool = False, symmetric: bool = True) -> Path:
     """Save `model` with every Linear but the head compressed by `preset`, with the scales of compressed-tensors.
 
-    channels: a scale for each `out`, where the preset has groups.
+    channels: a scale for each `out`, where the preset has groups.  symmetric: False adds zero points to its weights.
     """
     scheme = preset_name_to_scheme(preset, ["Linear"])
+    if not symmetric:
+        scheme.weights = scheme.weights.model_copy(update={"symmetric": False})
     if channels:
         change = {"strategy": QuantizationStrategy.CHANNEL, "group_size": None}
         scheme.weights = scheme.weights.model_copy(update=change)
     model.save_pretrained(out)
     state = load_file(out / "model.safetensors")
     inferred = infer_module_format(torch.nn.Linear, scheme)
-    # vLLM reads INT4 with FP8 inputs packed, as earlier releases wrote it; compressed-tensors 0.20 infers a byte a code
-    form = CompressionFormat.pack_quantized if preset == "W4AFP8" else inferred
+    # vLLM's kernels for GPUs read these packed, with quantized inputs too; compressed-tensors 0.20 infers a byte a code
+    packed = scheme.weights.type == QuantizationType.INT and scheme.weights.num_bits < 8
+    form = CompressionFormat.pack_quantized if packed else inferred
     scheme.format = form
     compressor = BaseCompressor.get_value_from_registry(form.value)
     for name in [n for n in state if n.endswith("_proj.weight")]:

@@ -349,7 +349,8 @@ def test_commands_say_data_and_options(tmp_path: Path) -> None:
     options = load_scheme(words[words.index("--quant") + 1]).options
     assert dict(options)["steps"] == 20 and "steps=20" not in words and {"--data", "--group"} <= {*words}
     words = quality.convert_words("q8_0", bench, tmp_path / "out", report=True)
-    assert words[words.index("--target") + 1] == "gguf" and "--no-verify" not in words and "--data" in words
+    assert words[words.index("--target") + 1] == "gguf" and "--no-verify" not in words
+    assert {"--data", "--evaluate"} <= {*words}
     assert "--data" not in quality.convert_words("int8_wo", bench, tmp_path / "out")
 
 
@@ -364,6 +365,16 @@ def test_an_unknown_refusal_ends_the_run() -> None:
     assert quality.reason("PlanError: the scheme matches no weight of X") == "it quantizes no module of this model"
     with pytest.raises(SystemExit, match="unknown reason"):
         quality.reason("IndexError")
+
+
+def test_rows_of_other_windows_than_those_of_the_table_are_refused(tmp_path: Path) -> None:
+    bench = Bench("tiny-llama", tmp_path)
+    bench.windows = bench.windows[:1]
+    perplexity = bench.figures()["perplexity"]
+    quality.same_windows(bench, Quality(perplexity=perplexity))
+    quality.same_windows(bench, Quality())  # a model of which the table has nothing
+    with pytest.raises(SystemExit, match=r"tiny-llama: .* measure `none` and all its rows again"):
+        quality.same_windows(bench, Quality(perplexity=1.01 * perplexity))
 
 
 def test_a_unit_alone_is_rounded_and_put_back(tmp_path: Path) -> None:

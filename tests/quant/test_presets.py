@@ -68,7 +68,7 @@ def test_names_of_modelopt_need_no_prefix(name: str) -> None:
         ("modelopt:INT8_DEFAULT_CFG:rtn", "which takes no rule"),
         ("ct:int4:gptq", "which takes no rule; write one of our own names"),
         ("ct:W4A17", "compressed-tensors has no preset 'W4A17'"),
-        ("ct:W2A16", "no layout here has INT2: vLLM runs it with Humming alone"),
+        ("ct:W2A4", "no layout here has INT4 inputs, which vLLM runs with Humming alone"),
         ("W4A16", "another tool's name: write ct:W4A16, .*int4:gptq"),
         ("W8A16", "another tool's name: write ct:W8A16, .*int8_wo"),
         ("modelopt:FP8_KV_CFG", "format of the KV cache"),
@@ -153,7 +153,12 @@ def test_hf_takes_the_first_format_that_holds_a_scheme_and_that_a_program_loads(
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("W4A4", "no program multiplies INT4 by INT4"), ("w3a16", "no layout here has INT3"), ("W8A16", "write ct:W8A16")],
+    [
+        ("W4A4", "no program multiplies INT4 by INT4"),
+        ("w3a16", "write ct:W3A16"),
+        ("w7a16", "no layout here has INT7"),
+        ("W8A16", "write ct:W8A16"),
+    ],
 )
 def test_a_bare_name_is_answered_with_what_can_be_written(name: str, why: str) -> None:
     with pytest.raises(BridgeError, match=why):
@@ -161,5 +166,5 @@ def test_a_bare_name_is_answered_with_what_can_be_written(name: str, why: str) -
 
 
 def test_a_preset_that_no_format_holds_says_why() -> None:
-    with pytest.raises(BridgeError, match="compressed-tensors output has INT4 weights with unquantized inputs, or FP8"):
-        bridge.plan(TINY, "hf", "ct:W4A8")
+    with pytest.raises(BridgeError, match=r"inputs in blocks of \(128,\) do not match weights"):
+        bridge.plan(TINY, "hf", "ct:MXFP4XFP8")

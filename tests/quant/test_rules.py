@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -146,12 +147,29 @@ def test_two_scales_with_the_same_error_are_both_the_one_that_was_searched(facto
     assert sums.not_repeated == others
 
 
+def test_mxfp4_mse_takes_the_powers_of_two_with_the_least_error() -> None:
+    weight, errors = matrix(), {}
+    for name in ("mxfp4_wo", "mxfp4_wo:mse"):
+        numerics = load_scheme(name).format.weight
+        moved = decode(encode(weight, "float32", numerics), numerics, weight.shape) - weight
+        errors[name] = (moved.astype(np.float64) ** 2).reshape(24, 3, 32).sum(-1)
+    blocks = weight.reshape(24, 3, 32).astype(np.float64)
+    tried = []
+    for power in 2.0 ** np.arange(-12, 9):
+        codes = np.clip(blocks / power, -6, 6).astype(np.float32).astype(ml_dtypes.float4_e2m1fn)
+        tried.append(((codes.astype(np.float64) * power - blocks) ** 2).sum(-1))
+    np.testing.assert_allclose(errors["mxfp4_wo:mse"], np.min(tried, axis=0), rtol=1e-5)  # sums in float32
+    assert errors["mxfp4_wo:mse"].mean() < 0.95 * errors["mxfp4_wo"].mean()
+
+
 def test_names_with_a_colon_are_schemes_in_any_case() -> None:
     names = [name for name in scheme_names() if ":" in name]
     fp4 = [f"{layout}:{rule}" for layout in ("nvfp4", "nvfp4_wo") for rule in ("gptq", "imatrix", "mse")]
+    few = [f"int{bits}:{rule}" for bits in (2, 3) for rule in ("gptq", "imatrix", "rtn", "signround")]
+    more = [f"int{bits}:{rule}" for bits in (5, 6) for rule in ("imatrix", "rtn")]
     assert names == [
-        "int4:awq", "int4:gptq", "int4:imatrix", "int4:rtn", "int4:signround", "mxfp4_wo:gptq",
-        "mxfp4_wo:imatrix", "mxfp4_wo:rtn", *fp4,
+        *few, "int4:awq", "int4:gptq", "int4:imatrix", "int4:rtn", "int4:signround", *more, "mxfp4_wo:gptq",
+        "mxfp4_wo:imatrix", "mxfp4_wo:mse", *fp4,
     ]  # fmt: skip
     assert load_scheme("INT4:RTN") == load_scheme("int4:rtn")
     assert not load_scheme("int4:rtn").needs_calibration
@@ -166,7 +184,7 @@ def test_names_with_a_colon_are_schemes_in_any_case() -> None:
     [
         ("int4:best", "a choice among rules .* here name the rule: int4:rtn, int4:imatrix, int4:gptq"),
         ("int4:bets", "int4 has no rule 'bets'; .*best"),
-        ("int3:rtn", "'int3' is no layout that has rules; known: int4, mxfp4_wo, nvfp4, nvfp4_wo"),
+        ("int7:rtn", "'int7' is no layout that has rules; known: int2, int3, int4, int5, int6, mxfp4_wo, nvfp4"),
         ("int4:", "int4 has no rule ''"),
         ("int4", "here name the rule: .*int4:gptq"),
         ("INT4:Best", "here name the rule: .*int4:gptq"),
@@ -180,7 +198,7 @@ def test_an_unknown_rule_names_those_that_there_are(name: str, match: str) -> No
 @pytest.mark.parametrize(
     ("rule", "match"),
     [
-        ('algorithm = "imatrix"', "scales of INT4 in blocks with search = 'either' or 'positive'"),
+        ('algorithm = "imatrix"', "scales of INT2 to INT6 in blocks with search = 'either' or 'positive'"),
         ('search = "signed"', "search = 'signed' is unknown"),
         ("dtype = 1", "key `dtype` is unknown"),
     ],

@@ -13,7 +13,7 @@ from bridge.planning.contract_files import load_runtime
 from bridge.planning.contracts import verdict
 from tests.oracles import export_oracle
 
-SCHEMES = ("int8_pc_pt", "fp8_block_dynamic", "w4a8_fp8", "mxfp4")
+SCHEMES = ("int8_pc_pt", "fp8_block_dynamic", "w4a8_fp8", "w4a8_int8", "ct:W3A8", "mxfp4")
 REFUSALS = [
     ("int8_pc_pt", "trt", "constant scales, not per token"),
     ("w4a8_fp8", "trt", "constant scales, not per token"),

@@ -11,7 +11,7 @@ import pytest
 
 import bridge
 from bridge.core.errors import BridgeError
-from bridge.core.values import plain
+from bridge.core.records import plain
 from bridge.targets import BUILT_IN, load_target
 
 ROOT = Path(__file__).parents[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from bridge.calibration.data.windows import free_places
 from bridge.calibration.source_logits import InFile, OfHead, source_logits
 from bridge.core.errors import VerifyError
-from bridge.verification.evaluation import Reference, batches_of, evaluated
+from bridge.verification.evaluation import Reference, batches_of, evaluated, reference_of
 
 MODEL = "examples/models/tiny-llama"
 TINY = {
@@ -131,6 +132,38 @@ def test_rows_that_are_held_out_join_where_the_text_has_few_windows() -> None:
     assert len(batches_of(many, 10**10, whole=True)) == 8
 
 
+@pytest.mark.parametrize(("noise", "allowed", "windows"), [(0.2, 60.0, 12), (0.002, 60.0, 8), (0.2, 0.0, 8)])
+def test_an_evaluation_goes_on_while_its_error_is_large(
+    noise: float, allowed: float, windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KL and the change of the loss are of all windows; the perplexity of the source stays that of the first eight."""
+    from bridge.quant.calibration import HeldOut
+    from bridge.sources.opening import open_source
+
+    monkeypatch.setattr("bridge.calibration.data.windows.SECONDS", allowed)
+    source = open_source(MODEL)
+    limit = source.config["vocab_size"]
+    ids = np.random.default_rng(2).integers(0, limit, (12, 300)).tolist()
+    none = np.empty((0, 0), np.float32)
+    held = HeldOut((), none, none, none, none, windows=tuple(map(tuple, ids)))
+    model, make = source.load_model(), torch.Generator().manual_seed(1)
+
+    def run(batch: dict[str, np.ndarray]) -> torch.Tensor:
+        logits = model(torch.from_numpy(batch["input_ids"])).logits.detach()
+        make.manual_seed(int(batch["input_ids"].sum()))
+        return logits + noise * torch.randn((), generator=make) * torch.randn(logits.shape, generator=make)
+
+    found, every = evaluated(run, reference_of(source, held)), evaluated(run, reference_of(source, held, whole=True))
+    assert found.tokens == windows * 299 and every.tokens == 12 * 299
+    few = windows == 12 and found.difference_error > 0.01
+    assert found.few == few and every.few is False
+    if windows == 12:
+        assert (found.kl, found.difference) == (every.kl, every.difference)
+        first = evaluated(run, reference_of(source, replace(held, windows=held.windows[:8]), whole=True))
+        assert found.source_perplexity == first.source_perplexity != every.source_perplexity
+        assert found.perplexity == pytest.approx(found.source_perplexity * math.exp(found.difference))
+
+
 def test_an_evaluation_goes_through_a_calibration_and_a_report(tmp_path: Path) -> None:
     import bridge
     from bridge.quant.calibration import Calibration
@@ -143,13 +176,28 @@ def test_an_evaluation_goes_through_a_calibration_and_a_report(tmp_path: Path) -
     assert held and held.windows and held.windows == calibration.held_out.windows
     report = bridge.convert(MODEL, "hf", "fp8", tmp_path / "out", calib=calibration, evaluate="3k", progress=False)
     found = report.parity.evaluation
-    assert found and found.tokens >= 2048 and found.computed == "float32, inputs quantized" and 0 < found.bound < 0.2
+    assert found and not found.text and re.search(r"; [\d,]+ tokens$", found.line())  # a calibration names no text
+    assert found.tokens >= 2048 and found.computed == "float32, inputs quantized" and 0 < found.bound < 0.2
     import json
 
     assert report_from_dict(json.loads(report.to_json())) == report
     assert report.verdicts == {"file": "passed", "cost": "passed"}
     again = bridge.verify(tmp_path / "out", MODEL, progress=False).parity.evaluation
     assert again and again.kl == pytest.approx(found.kl, rel=1e-6)
+
+
+def test_the_line_names_the_text(tmp_path: Path) -> None:
+    import bridge
+
+    bridge.convert(MODEL, "hf", "int8_wo", tmp_path / "out", verify=False, progress=False)
+    own = tmp_path / "mine.txt"
+    own.write_text(Path("bridge/calibration/data/default_text.txt").read_text()[:9000])
+    for data, line in (
+        (None, r"; 4,088 tokens of Python's documentation$"),
+        (own, r"; \d+ tokens of mine.txt, all that is held out$"),
+    ):
+        found = bridge.verify(tmp_path / "out", MODEL, data=data, progress=False).parity.evaluation
+        assert found and re.search(line, found.line())
 
 
 def test_all_verbs_measure_a_source_on_the_same_windows_by_default(tmp_path: Path) -> None:
@@ -160,11 +208,15 @@ def test_all_verbs_measure_a_source_on_the_same_windows_by_default(tmp_path: Pat
     report = bridge.convert(MODEL, "hf", "int8_wo", tmp_path / "out", evaluate="4k", progress=False)
     pruned = bridge.pruned(MODEL, {"ffn": "50%"}, progress=False)
     assert report.parity.evaluation and pruned.perplexity
+    distilled = bridge.distill(
+        MODEL, MODEL, out=tmp_path / "d", steps=1, batch=1, lr=1e-9, pairs=None, verify=False, progress=False
+    ).distillation
     assert report.parity.evaluation.source_perplexity == pytest.approx(pruned.perplexity[0], rel=1e-5)
+    assert distilled and distilled.teacher_perplexity == pytest.approx(pruned.perplexity[0], rel=1e-5)
     source, plain = open_source(MODEL), prepare(None, open_source(MODEL))
     for sampling in (Sampling(4), Sampling(64, 256), Sampling(128), Sampling(16, 512)):
         found = prepare(None, source, sampling)
-        assert found.windows == plain.windows and len(plain.windows) == 8, sampling
+        assert found.windows[:8] == plain.windows[:8] and 8 <= len(plain.windows) <= 32, sampling
         texts = [" ".join(map(str, row.tolist())) for batch in found.batches for row in batch["input_ids"]]
         parts = [" ".join(map(str, w[at : at + 32])) for w in found.windows for at in range(0, 512, 32)]
         assert sum(any(part in text for text in texts) for part in parts) <= 1, sampling  # the text has a phrase twice

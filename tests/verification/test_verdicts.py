@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,6 +126,27 @@ def test_damaged_models_fail(
     save_file(tensors, out / "model.safetensors", metadata=metadata)
     report = bridge.verify(out, MODEL, data=text, progress=False)
     assert not report.passed and report.verdicts["file"] == "failed" and not report.command
+
+
+@pytest.mark.parametrize(
+    ("target", "key", "value"),
+    [("hf", "rms_norm_eps", 1e-3), ("hf", "eos_token_id", 5), ("gguf", "attention.layer_norm_rms_epsilon", 1e-3),
+     ("gguf", "attention.head_count_kv", 4), ("gguf", "context_length", 64)],
+)  # fmt: skip
+def test_damaged_configs_fail(target: str, key: str, value: float, text: list[Tensors], tmp_path: Path) -> None:
+    """Of GGUF, four bytes in the header of the file."""
+    out = tmp_path / "out"
+    bridge.convert(MODEL, target, "int8_wo" if target == "hf" else "q8_0", out, verify=False, progress=False)
+    if target == "hf":
+        config = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps({**config, key: value}))
+    else:
+        data = bytearray((out / "model.gguf").read_bytes())
+        at = data.index(f"llama.{key}".encode()) + len(f"llama.{key}") + 4
+        struct.pack_into("<f" if isinstance(value, float) else "<I", data, at, value)
+        (out / "model.gguf").write_bytes(data)
+    report = bridge.verify(out, MODEL, data=text, progress=False)
+    assert report.verdicts["file"] == "failed" and any(key in line or "config.json" in line for line in report.findings)
 
 
 @pytest.mark.parametrize("scheme", SOUND)

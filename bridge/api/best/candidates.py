@@ -17,6 +17,7 @@ from bridge.quant.describe import chosen_words
 from bridge.quant.schemes.catalog import BEST, RULE, candidates_by_default, layout_of, rules_of, without_data
 from bridge.quant.schemes.group_size import with_dividing_blocks, with_group, with_zero_points
 from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.recipe import layout_asked, load_recipe
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.source import Source
 
@@ -33,6 +34,8 @@ class Candidate:
     name: str
     scheme: Scheme
     plan: Plan
+    quant: Any = None
+    """What asks for it: its name, or a recipe with this rule."""
 
     @property
     def demand(self) -> tuple[bool, bool]:
@@ -115,7 +118,7 @@ def _products(spec: TensorSpec) -> int:
 
 
 def candidates_of(
-    quant: str,
+    quant: str | Path,
     kv: str | None,
     structure: Structure,
     source: Source,
@@ -125,18 +128,22 @@ def candidates_of(
 ) -> Candidates:
     """The rules of `int4:best` that `planned` does not refuse; SchemeError with all reasons if it refuses all.
 
+    Of a recipe that asks for it, the recipe with each rule.
     `only`: the rules to choose from, "gptq,imatrix"; UsageError if one is unknown or impossible. `blocks`: their size
     and zero points, as `scheme_of` takes them.
     """
-    path = layout_of(quant)
+    path = layout_asked(quant)
     assert path
     asked, rules, refused = _asked(only, path), [], {}
+    of_recipe = layout_of(quant) is None
+    stem = Path(quant).stem if of_recipe else path.stem
     for rule in asked or candidates_by_default(path):
-        name = f"{path.stem}{RULE}{rule}"
+        name = f"{stem}{RULE}{rule}"
         try:
-            sized = with_zero_points(with_group(load_scheme(name, kv), blocks[0]), blocks[1])
+            one = load_recipe(Path(quant), rule) if of_recipe else name
+            sized = with_zero_points(with_group(load_scheme(one, kv), blocks[0]), blocks[1])
             scheme = with_dividing_blocks(sized.bound(structure.sites), structure, source.specs)
-            rules.append(Candidate(name, scheme, planned(scheme)))
+            rules.append(Candidate(name, scheme, planned(scheme), one))
         except (PlanError, SchemeError) as error:
             if len(asked) == 1:
                 raise
@@ -149,7 +156,8 @@ def candidates_of(
         raise SchemeError("\n  ".join([f"quant={quant!r}: no rule is possible here", *map(": ".join, refused.items())]))
     rules.sort(key=lambda one: one.demand, reverse=True)
     why = {name: _reason(text) for name, text in refused.items()}
-    return Candidates(f"{path.stem}{RULE}{BEST}", path.stem, tuple(rules), why, without_data(path))
+    free = without_data(path).replace(path.stem, stem, 1)
+    return Candidates(f"{stem}{RULE}{BEST}", path.stem, tuple(rules), why, free)
 
 
 def _reason(text: str) -> str:

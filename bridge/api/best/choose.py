@@ -24,7 +24,7 @@ from bridge.core.version import install
 from bridge.planning.plan import Plan
 from bridge.planning.structure import structure_of
 from bridge.quant.calibration import Calibration, Provenance
-from bridge.quant.schemes.catalog import layout_of
+from bridge.quant.schemes.recipe import layout_asked
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.source import Source
 
@@ -48,16 +48,11 @@ def choose_rule(
 
     `importing`: a stage of the clock, in which torch is imported if rules are measured.
     """
-    if layout_of(request.quant) is None:
+    if layout_asked(request.quant) is None:
         check_unused_arguments(request)
         return request, ""
     structure = structure_of(source)
-
-    def planned(scheme: Scheme) -> Plan:
-        return plan_of(source, structure, request.target, scheme, dict(request.options), request.runtime)
-
-    blocks = request.group, request.zero_points
-    found = candidates_of(request.quant, request.kv, structure, source, planned, request.candidates, blocks)
+    found = found_for(source, request, structure)
     out = Path(request.out or f"{source.name}-{found.name}-{found.rules[0].plan.target}")
     if measures(request):  # it takes long
         recover(out)
@@ -67,19 +62,36 @@ def choose_rule(
 
             with importing(), suppress(BridgeError):  # who needs what is absent says so
                 import_frameworks(with_modelopt=False)
-    chosen = _chosen(found, source, structure, request)
-    rule = chosen.rule.name
-    if chosen.calibration is None:
-        calib, data = (None if request.calib == NO_DATA else request.calib), request.data
-    else:
-        calib, data = chosen.calibration, None
-    return replace(request, quant=rule, calib=calib, data=data, out=out, candidates=None), chosen.why
+    chosen = unmeasured(found, source, request)
+    if chosen is None:
+        data, why = data_of_rules(found, source, request)
+        if why:
+            warn(f"{found.name} measures nothing, and takes {found.without_data.name}: {why}")
+        chosen = without_data(found, why) if why else _measured(found, source, structure, request, data)
+    return replace(taking(request, chosen), out=out), chosen.why
+
+
+def taking(request: Request, chosen: Chosen) -> Request:
+    """The request with a rule in place of `int4:best`, and the calibration that was made for it."""
+    made = chosen.calibration
+    calib, data = (None if request.calib == NO_DATA else request.calib, request.data) if made is None else (made, None)
+    return replace(request, quant=chosen.rule.quant, calib=calib, data=data, candidates=None)
+
+
+def found_for(source: Source, request: Request, structure: Structure) -> Candidates:
+    """The rules that the target of a request takes for what a name such as `int4:best` asks for."""
+
+    def planned(scheme: Scheme) -> Plan:
+        return plan_of(source, structure, request.target, scheme, dict(request.options), request.runtime)
+
+    blocks = request.group, request.zero_points
+    return candidates_of(request.quant, request.kv, structure, source, planned, request.candidates, blocks)
 
 
 def measures(request: Request) -> bool:
     """Whether the request asks for a choice that a given calibration, or calib="none", does not make already."""
     return (
-        layout_of(request.quant) is not None
+        layout_asked(request.quant) is not None
         and request.calib != NO_DATA
         and not _is_calibration(request.calib, request.data)
     )
@@ -101,7 +113,7 @@ def candidates_to_calibrate(
 
     `shared`: the processes that share a calibration, which rules are not measured in.
     """
-    if layout_of(quant) is None:
+    if layout_asked(quant) is None:
         check_unused(only, quant)
         return None
     if shared is not None:
@@ -119,34 +131,61 @@ def calibrated(found: Candidates, job: CalibrationJob) -> Calibration:
     return _of(found, job).calibration or Calibration(_provenance(job))
 
 
-def _chosen(found: Candidates, source: Source, structure: Structure, request: Request) -> Chosen:
+def unmeasured(found: Candidates, source: Source, request: Request) -> Chosen | None:
+    """The rule where none is measured, and why; None where they are, if there are data for it (`data_of_rules`)."""
     if request.calib == NO_DATA:
-        return _without_data(found, "calib='none'")
+        return without_data(found, "calib='none'")
     if given := _given(request.calib, request.data):
         return _as_calibrated(found, given)
     if len(found.rules) > 1 and not source.can_run:
-        return _without_data(found, f"the model cannot be run here ({install('calibrate')})")
+        return without_data(found, f"the model cannot be run here ({install('calibrate')})")
     if not any(one.scheme.needs_calibration for one in found.rules):
-        return _without_data(found, "no other needs data") if len(found.rules) > 1 else _alone(found)
+        return without_data(found, "no other needs data") if len(found.rules) > 1 else _alone(found)
+    return None
+
+
+def data_of_rules(found: Candidates, source: Source, request: Request) -> tuple[Data, str]:
+    """The rows that rules are measured on, and why they cannot be; CalibrationError if the caller gave them."""
     sampling = replace(request.sampling, default=found.samples)
     data = unwarned_data_of(source, request.calib if request.data is None else request.data, sampling)
-    if why := _why_unmeasured(data):
-        if request.calib is not None or request.data is not None or data.forward_loop:
-            raise CalibrationError(f"quant={request.quant!r} measures rules on held-out rows: {why}")
-        warn(f"{found.name} measures nothing, and takes {found.without_data.name}: {why}")
-        return _without_data(found, why)
+    why = _why_unmeasured(data)
+    if why and (request.calib is not None or request.data is not None or data.forward_loop):
+        raise CalibrationError(f"quant={request.quant!r} measures rules on held-out rows: {why}")
+    return data, why
+
+
+def calibration_of(source: Source, request: Request, kept: Path) -> Calibration:
+    """Measure the rules, and return the calibration of the best, which requests that share it are given.
+
+    `kept`: a directory for the calibrations of single rules, which a killed run does not make again. The caller removes
+    it, after the result is saved.
+    """
+    structure = structure_of(source)
+    found = found_for(source, request, structure)
+    data, why = data_of_rules(found, source, request)
+    if why:
+        raise CalibrationError(f"quant={request.quant!r} measures rules on held-out rows: {why}")
+    made = _measured(found, source, structure, request, data, kept).calibration
+    assert made
+    return made
+
+
+def _measured(
+    found: Candidates, source: Source, structure: Structure, request: Request, data: Data, kept: Path | None = None
+) -> Chosen:
     check_device_here(request.device)
     warn_of(data)
     run_as = source_for(source, request.compute)
     job = CalibrationJob(
-        run_as, structure, found.rules[0].scheme, data, request.device, request.progress, memory=request.memory
-    )
-    return _of(found, job)
+        run_as, structure, found.rules[0].scheme, data, request.device, request.progress, memory=request.memory,
+        partial=kept,
+    )  # fmt: skip
+    return _of(found, job, kept)
 
 
-def _of(found: Candidates, job: CalibrationJob) -> Chosen:
-    """The rule with the least loss, or errors if the whole model does not fit."""
-    measured = measure(found, job)
+def _of(found: Candidates, job: CalibrationJob, kept: Path | None = None) -> Chosen:
+    """The rule with the least loss, or errors if the whole model does not fit. `kept`: as `measure` takes it."""
+    measured = measure(found, job, kept)
     least = measured.losses or measured.errors
     name = min(least, key=lambda one: least[one]) if least else found.rules[0].name
     rule = next(one for one in found.rules if one.name == name)
@@ -219,7 +258,8 @@ def _as_calibrated(found: Candidates, given: Calibration) -> Chosen:
     return Chosen(rule, of.rule or f"{found.name} took {rule.name}, which the calibration was made for", given)
 
 
-def _without_data(found: Candidates, why: str) -> Chosen:
+def without_data(found: Candidates, why: str) -> Chosen:
+    """The rule without data, and why none was measured."""
     rule = found.without_data
     return Chosen(rule, f"{found.name} took {rule.name}, the best rule without data, unmeasured: {why}")
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,14 +45,14 @@ class Measured:
     unrun: str = ""
 
 
-def measure(found: Candidates, job: CalibrationJob) -> Measured:
-    """Calibrate, and measure. `job`: of the first rule, with held-out data.
+def measure(found: Candidates, job: CalibrationJob, kept: Path | None = None) -> Measured:
+    """Calibrate, and measure. `job`: of the first rule, with held-out data. `kept`: where calibrations of rules stay.
 
     Raises:
         CalibrationError: no rule can be calibrated.
     """
     unrun = _why_not_whole(found, job) if len(found.rules) > 1 else ""
-    calibrations, failed = _calibrations(found, job)
+    calibrations, failed = _calibrations(found, job, kept)
     rules = [one for one in found.rules if one.name not in failed]
     errors = _errors(rules, calibrations, job) if len(rules) > 1 else {}
     ranked = sorted(rules, key=lambda one: errors.get(one.name, 0.0))
@@ -104,10 +105,10 @@ def made_for(calibration: Calibration, scheme: Scheme) -> Calibration:
     )  # fmt: skip
 
 
-def _calibrations(found: Candidates, job: CalibrationJob) -> tuple[dict[str, Calibration], dict[str, str]]:
+def _calibrations(
+    found: Candidates, job: CalibrationJob, kept: Path | None
+) -> tuple[dict[str, Calibration], dict[str, str]]:
     """The calibration of each rule that needs one, and why rules have none."""
-    from bridge.api.conversion import calibrate
-
     made: dict[str, Calibration] = {}
     failed: dict[str, str] = {}
     error: CalibrationError | None = None
@@ -121,7 +122,8 @@ def _calibrations(found: Candidates, job: CalibrationJob) -> tuple[dict[str, Cal
         needed = {module for step in one.plan.quantized for module in step.modules}
         try:
             partial = job.partial and job.partial / one.name.rpartition(RULE)[2]  # a job of its own
-            made[one.name] = calibrate(replace(job, scheme=one.scheme, needed=needed, partial=partial))
+            own = replace(job, scheme=one.scheme, needed=needed, partial=partial)
+            made[one.name] = _calibrated(own, kept)
         except CalibrationError as cause:
             failed[one.name], error = str(cause), cause
         finally:
@@ -131,6 +133,22 @@ def _calibrations(found: Candidates, job: CalibrationJob) -> tuple[dict[str, Cal
     if error and len(failed) == len(found.rules):
         raise error
     return made, failed
+
+
+def _calibrated(job: CalibrationJob, kept: Path | None) -> Calibration:
+    """The calibration of a rule, which may be one that an earlier run kept."""
+    from bridge.api.conversion import calibrate
+
+    if kept is None:
+        return calibrate(job)
+    from bridge.calibration.walk.resume import identity_of
+
+    file = kept / f"{identity_of(job)}.safetensors"
+    if not file.is_file():
+        made = calibrate(job)
+        kept.mkdir(parents=True, exist_ok=True)
+        made.save(file)
+    return Calibration.load(file)
 
 
 def _errors(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.display import Displayed, Table
 from bridge.core.errors import UsageError, WriteError, reason
 from bridge.core.output.directory import check_file_free
+from bridge.core.records import plain
 from bridge.core.text import size
-from bridge.core.values import plain
 from bridge.reporting.columns import Columns
 
 if TYPE_CHECKING:

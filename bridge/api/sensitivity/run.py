@@ -18,7 +18,7 @@ from bridge.api.sensitivity.recipe import check_recipe, recipe, recipe_base
 from bridge.api.sensitivity.result import METHODS, NATS, Choice, InFormat, Layer, Sensitivity, Whole
 from bridge.api.sensitivity.units import Unit, written_bytes
 from bridge.api.sensitivity.work import rows_for_ranking, tell_time
-from bridge.api.words import TargetOptions
+from bridge.api.words import RotationName, TargetOptions
 from bridge.calibration.data import AUTO, Data, Sampling, check_compute
 from bridge.calibration.modelopt import PACKAGES
 from bridge.calibration.requirements import source_for
@@ -41,6 +41,7 @@ from bridge.core.version import versions_of
 from bridge.quant.schemes.load import check_name
 from bridge.quant.schemes.recipe import NONE
 from bridge.sources.opening import open_source
+from bridge.sources.rotated.opening import rotated
 
 
 @shows_progress
@@ -65,6 +66,7 @@ def sensitivity(
     ranking: str | Path | None = None,
     progress: Progress | bool | None = None,
     compute: str | None = None,
+    rotate: RotationName | str | None = None,
     **options: Unpack[TargetOptions],
 ) -> Sensitivity:
     """Rank layers by the cost of quantizing each one alone; with a budget, choose a format for each and measure that.
@@ -90,6 +92,7 @@ def sensitivity(
         ranking: a JSON file for what was measured, written before a recipe is chosen; an existing one is replaced.
         compute: "fp32" runs the model in float32. None keeps its dtype, but for method "kl" on a CPU without
             instructions for bfloat16, which takes float32 if the memory allows it.
+        rotate: the rotation of the conversion that it is for, as `convert` takes it: the rotated model is measured.
 
     Raises:
         UsageError: an argument is not valid, or the run does not fit into `memory`; no weight has been read.
@@ -118,7 +121,7 @@ def sensitivity(
     kept = None if ranking is None else Path(ranking)
     if kept:
         check_file_free(kept, True, "a ranking", ".json")
-    job = make_job(open_source(model, config, tokenizer), question, place)
+    job = make_job(rotated(open_source(model, config, tokenizer), rotate), question, place)
     prepared = request.data_of(job.source, data, Sampling(samples, sequence, field))
     return measured(job, prepared, device, callback_of(progress), limit, kept, compute)
 
@@ -279,6 +282,8 @@ def _text(job: Job, pick: Pick, choice: Choice, tokens: int) -> str:
 def _notes(job: Job, unmeasured: str) -> tuple[str, ...]:
     why, candidates = job.structure.ungrouped, job.candidates
     notes = [f"a target may refuse the recipe: modules with the same input are unknown ({why})"] if why else []
+    if turned := job.source.rotation:
+        notes.append(f"measured on rotated weights: convert with rotate={turned!r} (--rotate {turned})")
     if unmeasured:
         notes.append(
             f"the divergence of the choice was not measured: {unmeasured}; `qbridge calibrate MODEL --quant RECIPE` "

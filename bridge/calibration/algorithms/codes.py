@@ -12,7 +12,7 @@ import numpy as np
 from bridge.calibration.quantizers import QuantizerBinding
 from bridge.calibration.statistics import CODES, SCALES, Statistics
 from bridge.core.values import Format, Structure
-from bridge.quant.calibration import Provenance
+from bridge.quant.calibration import Provenance, of_expert
 from bridge.quant.codec.packing import packed_codes
 from bridge.sources.source import Source
 
@@ -134,7 +134,8 @@ def digest_of_weights(source: Source, structure: Structure, modules: Collection[
     another seed changes every row; a check of all rows would read the whole model before the work.
     """
     digest = hashlib.sha256()
-    for name in sorted({site.weight for site in structure.sites if site.module in modules}):
+    chosen = (site for site in structure.sites if {site.module, of_expert(site.module, 0)} & {*modules})
+    for name in sorted({site.weight for site in chosen}):
         digest.update(name.encode())
         last = source.specs[name].shape[0] - 1
         for row in dict.fromkeys(at * last // (SAMPLED - 1) for at in range(SAMPLED)):

@@ -18,12 +18,13 @@ LAYER = re.compile(r"(?:.*?\.)??\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight [out, in], by its checkpoint name. `forms`: the formats that it may get."""
+    """A weight [out, in], or a stack of `count` such, by its checkpoint name. `forms`: the formats that it may get."""
 
     name: str
     out: int
     in_: int
     forms: tuple[Format, ...]
+    count: int = 1
 
 
 def block_of(name: str) -> str:
@@ -41,10 +42,10 @@ def matrices_of(specs: Mapping[str, TensorSpec], scheme: Scheme, sites: Sequence
     found: dict[str, Matrix] = {}
     for site in sites:
         form, spec = scheme.format_of(site), specs.get(site.weight)
-        if isinstance(form, Format) and spec and len(spec.shape) == 2:
-            out, in_ = spec.shape[::-1] if site.layout == "in_out" else spec.shape
+        if isinstance(form, Format) and spec and (len(spec.shape) == 2 or (site.stacked and form.ordered)):
+            out, in_ = spec.shape[:-3:-1] if site.layout.endswith("in_out") else spec.shape[-2:]
             forms = found[site.weight].forms if site.weight in found else ()
-            found[site.weight] = Matrix(site.weight, out, in_, (*forms, form))
+            found[site.weight] = Matrix(site.weight, out, in_, (*forms, form), spec.shape[0] if site.stacked else 1)
     return [*found.values()]
 
 
@@ -61,7 +62,7 @@ def hessian_sizes(matrices: Iterable[Matrix]) -> tuple[dict[str, int], int]:
     for one in matrices:
         if any(form.compensated for form in one.forms):
             hessian = 4 * one.in_**2
-            sizes[block_of(one.name)] += hessian
+            sizes[block_of(one.name)] += hessian * one.count
             copies = max(copies, COPIES * hessian + WEIGHT_COPIES * 4 * one.out * one.in_)
     return dict(sizes), copies
 
@@ -75,8 +76,8 @@ def codes_bytes(matrices: Iterable[Matrix]) -> int:
     """
     total = 0
     for one in matrices:
-        total += one.out * -(-one.in_ // 2) * any(form.compensated for form in one.forms)
-        total += one.out * -(-one.in_ // 16) * any(form.rescaled for form in one.forms)
+        total += one.count * one.out * -(-one.in_ // 2) * any(form.compensated for form in one.forms)
+        total += one.count * one.out * -(-one.in_ // 16) * any(form.rescaled for form in one.forms)
     return total
 
 

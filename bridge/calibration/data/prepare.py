@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any, cast
 from bridge.calibration.data.checks import checked, code_digest, size, some_rows
 from bridge.calibration.data.documents import documents
 from bridge.calibration.data.rows import rows_of
-from bridge.calibration.data.values import AUTO, DEFAULT, EMBEDDED, HELD_OUT, MOST_SAMPLES, PROMPTED, Data, Sampling
+from bridge.calibration.data.values import (
+    AUTO,
+    DEFAULT,
+    DEFAULT_TEXT,
+    EMBEDDED,
+    HELD_OUT,
+    MOST_SAMPLES,
+    PROMPTED,
+    Data,
+    Sampling,
+)  # fmt: skip
 from bridge.core.errors import BridgeError, CalibrationError, UsageError
 from bridge.core.text import number
 from bridge.sources.configs.diffusion import is_diffusion
@@ -98,7 +108,7 @@ def _default(source: Source, sampling: Sampling) -> Data:
         return Data(missing=f"{error}; or give batches of token ids as calibration data")
     data = rows_of(documents(None, source.load_tokenizer, 1), source, EMBEDDED, sampling)
     tokens = f"{data.samples * data.sequence:,} tokens"
-    text = f"the data are {tokens} of Python's documentation; text like yours is better: data= (--data FILE)"
+    text = f"the data are {tokens} of {DEFAULT_TEXT}; text like yours is better: data= (--data FILE)"
     return replace(data, warnings=(*data.warnings, text))
 
 

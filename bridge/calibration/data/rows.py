@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.calibration.data.checks import checked
-from bridge.calibration.data.values import BATCH, HELD_OUT, SAMPLES, SEQUENCE, Data, Sampling
-from bridge.calibration.data.windows import POSITIONS, WINDOW, WINDOWS, free_places, marked, row_places, spread
+from bridge.calibration.data.values import BATCH, EMBEDDED, HELD_OUT, SAMPLES, SEQUENCE, Data, Sampling
+from bridge.calibration.data.windows import MOST, POSITIONS, WINDOW, WINDOWS, free_places, marked, row_places, spread
 from bridge.core.errors import CalibrationError
 from bridge.core.text import number
 from bridge.quant.calibration import LOGITS
@@ -74,6 +74,8 @@ def rows_of(texts: Sequence[str], source: Source, where: str, sampling: Sampling
     if sampling.evaluate is not None or not fixed:
         number_of = WINDOWS if sampling.evaluate is None else -(-sampling.evaluate // max(1, window - 1))
         fixed = free_places(len(ids), starts, content, window, number_of)
+    if sampling.evaluate is None:
+        fixed += free_places(len(ids), starts, content, window, MOST - len(fixed), fixed)
     windows = tuple(
         marked(
             [*before, *ids[at : at + window], *after],
@@ -81,7 +83,8 @@ def rows_of(texts: Sequence[str], source: Source, where: str, sampling: Sampling
         )
         for at in fixed
     )
-    return replace(data, windows=windows, warnings=(fewer,) if have < wanted else ())
+    told = where == EMBEDDED and sampling.samples is None  # nobody asked for more, and no one can give more of it
+    return replace(data, windows=windows, warnings=(fewer,) if have < wanted and not told else ())
 
 
 def _tokens(tokenizer: Any, texts: Sequence[str]) -> tuple[list[int], list[bool]]:

@@ -20,6 +20,7 @@ FP32 = "fp32"  # `compute`: see `bridge.calibration.requirements`
 HELD_OUT = 8  # one row is held out for every so many that calibrate
 BATCH = 8
 EMBEDDED = "the embedded text"  # `Data.name` of the default
+DEFAULT_TEXT = "Python's documentation"  # what that is
 
 
 def check_compute(compute: str | None) -> None:
@@ -51,6 +52,11 @@ class Data:
     chosen: str = ""
     name: str = ""
     windows: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The text in words: Python's documentation by default, or the last part of a path or an id."""
+        return DEFAULT_TEXT if self.name == EMBEDDED else self.name.rstrip("/").rpartition("/")[2]
 
 
 @dataclass(frozen=True)

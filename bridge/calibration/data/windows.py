@@ -5,28 +5,37 @@ They lie where no row is cut that calibrates or is held out, and do not move wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 WINDOW = 512  # tokens, fewer where the model has fewer positions
 WINDOWS = 8  # by default; the quality table has as many
+MOST = 32  # windows, where fewer leave an error above `ERROR`
+ERROR = 0.01  # nats: the standard error of the change of the loss that an evaluation should have, 1 % of perplexity
+SECONDS = 60.0  # that an evaluation may take if it goes on
 POSITIONS = 2048  # that are scored at least, where the text has them
 # What a minute gives on a few cores. Not measured, so that equal runs evaluate the same windows and give equal figures.
 FLOP = 60 * 30e9
 
 
-def free_places(total: int, taken: Iterable[int], content: int, length: int, count: int) -> list[int]:
+def free_places(
+    total: int, taken: Iterable[int], content: int, length: int, count: int, windows: Iterable[int] = ()
+) -> list[int]:
     """Where at most `count` windows of `length` tokens begin, spread evenly over those between rows of `content`.
 
-    `taken`: where these rows begin.
+    `taken`: where these rows begin; `windows`: where others of this length do.
 
     >>> free_places(20, [4, 10], content=2, length=4, count=2)
     [0, 12]
+    >>> free_places(20, [4, 10], content=2, length=4, count=3, windows=[12])
+    [0, 6, 16]
     """
     free: list[int] = []
     at = 0
-    for start in [*sorted(taken), total]:
+    spans = [(start, start + content) for start in taken] + [(start, start + length) for start in windows]
+    for start, end in [*sorted(spans), (total, total)]:
         free += range(at, start - length + 1, length)
-        at = start + content
+        at = max(at, end)
     return spread(free, count)
 
 
@@ -48,11 +57,21 @@ def spread(places: Sequence[int], count: int) -> list[int]:
 
 
 def evaluated_windows(windows: Sequence[Sequence[int]], values: int, whole: bool = False) -> Sequence[Sequence[int]]:
-    """Those that a model of so many values is evaluated on: all of them if it is small, or `whole`."""
+    """Those that a model of so many values is evaluated on: `WINDOWS` of them if it is small, all if `whole`."""
     if whole or not windows:
         return windows
     least = -(-POSITIONS // max(1, len(windows[0]) - 1))
-    return windows[: max(least, int(FLOP / (4.0 * values * len(windows[0]))))]
+    return windows[: max(least, min(WINDOWS, int(FLOP / (4.0 * values * len(windows[0])))))]
+
+
+def further_windows(count: int, error: float, seconds: float) -> int:
+    """How many windows more bring the error of `count` to `ERROR`, of which they took so many seconds; time limits it.
+
+    >>> further_windows(8, 0.02, 2.0), further_windows(8, 0.02, 32.0), further_windows(8, 0.005, 2.0)
+    (24, 7, 0)
+    """
+    wanted = math.ceil(count * (error / ERROR) ** 2) - count
+    return max(0, min(wanted, int((SECONDS - seconds) * count / max(seconds, 1e-9))))
 
 
 def marked(ids: Sequence[int], answers: Sequence[bool]) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ class LearnedCodes(ColumnCodes):
         self._steps, self._rate = int(options["steps"]), options["rate"]
         self._coded_here: dict[str, tuple[Sequence[QuantizerBinding], Sequence[Coded]]] = {}
 
-    def _take(self, weight: str, own: Sequence[QuantizerBinding], coded: Sequence[Coded]) -> None:
+    def _take(self, name: str, weight: str, own: Sequence[QuantizerBinding], coded: Sequence[Coded]) -> None:
         self._coded_here[weight] = own, coded
 
     def learn(self, block: Any, name: str, outputs: Sequence[Any], calls: Sequence[Batch]) -> Statistics:

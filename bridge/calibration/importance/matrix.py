@@ -27,7 +27,7 @@ from bridge.calibration.walk.states import Spill
 from bridge.core.errors import CalibrationError
 from bridge.core.files.matrices import Matrix
 from bridge.core.text import fold_layers
-from bridge.quant.calibration import Calibration, of_expert
+from bridge.quant.calibration import Applied, Calibration, of_expert
 
 ROWS = 1024  # of an input that are squared at once in float64
 STACKED = (*PRODUCTS, torch.bmm, torch.Tensor.bmm)
@@ -74,6 +74,7 @@ def measure_importance(
         watch.prepare(copied)
         watch.run(loop_over(data, model, job.progress), copied)
     squares, applied = settle_importance(watch.measured(model), scheme.policies, job.needed)
+    applied = (*applied, *watch.applied)
     if added_to is not None:
         chosen = {*added_to.chosen, *watch.codes}
         return replace(
@@ -123,6 +124,7 @@ class InputSquares(Watch):
         self.weight_amax: dict[str, np.ndarray] = {}
         self.factors: dict[str, np.ndarray] = {}  # of the scales of their blocks, if a subclass learns them
         self.losses: dict[str, np.ndarray] = {}
+        self.applied: list[Applied] = []  # to what a subclass chooses
 
     def run(self, loop: Callable[[Any], None], model: Any) -> None:
         """Run the loop, watched; its model may be a part that holds some of the modules."""

@@ -18,7 +18,7 @@ PLACES = (
 
 def resolved(value: str, folder: Path, key: str) -> str:
     """The value of an argument of `PLACES`: a path is made absolute, a name or an address stays."""
-    if is_remote(value):
+    if is_remote(value) or (key, value) == ("calib", "none"):  # a word, also beside a directory of that name
         return value
     if key == "quant" and not ("/" in value or value.endswith(".toml")):  # a scheme
         return value

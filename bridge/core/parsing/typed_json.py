@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from bridge.core.dtypes import DTYPES
+from bridge.core.records import later_defaults
 from bridge.core.text import described
-from bridge.core.values import TensorSpec, later_defaults, shape_problem
+from bridge.core.values import TensorSpec, shape_problem
 
 T = TypeVar("T")
 Read = Callable[[Any], Any]

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from bridge.core.dtypes import BLOCKS, DTYPES
 from bridge.core.errors import SchemeError
-from bridge.core.values import AFFINE, Encoding, Numeric
+from bridge.core.values import AFFINE, NARROW, Encoding, Numeric, code_bits
 
 HALF = {"int8": 128, "int4": 8}  # what is added to signed codes; -HALF * scale is then the bias
 LAYOUTS = ("out_in", "in_out", "conv")
 FOUR_BITS = ("int4", "float4_e2m1fn")
 IN_INT32 = {"int4": 8, "int8": 4}  # codes in an int32
-WORDS = ("int32", "awq")  # packings of int8 and int4 in words of 32 bits
+WORDS = ("int32", "awq")  # packings of integers in words of 32 bits
 STREAM = "uint32"  # a packing of any codes in words of 32 bits, one after the other
 PLAIN = Encoding()
 
@@ -63,6 +63,8 @@ def packing(numeric: Numeric, layout: str, transpose: bool, coding: Encoding) ->
     turned = transpose != (layout == "in_out")
     if numeric.dtype in AFFINE:
         return STREAM
+    if numeric.dtype in NARROW:
+        return "int32"
     if coding.packed in (*BLOCKS, STREAM):
         return coding.packed
     if coding.packed in WORDS and numeric.dtype in IN_INT32:
@@ -92,8 +94,9 @@ def stored_shapes(
         raise SchemeError(f"{name}: a convolution of shape {shape} cannot be stored transposed")
     stored = shape[::-1] if transpose else shape
     packed = packing(first, layout, transpose, coding)
-    if packed in WORDS and first.dtype not in IN_INT32:
-        raise SchemeError(f"{name}: {first.dtype} codes are not stored in int32; known: {', '.join(IN_INT32)}")
+    if packed in WORDS and first.dtype not in (*IN_INT32, *NARROW):
+        known = ", ".join((*IN_INT32, *NARROW))
+        raise SchemeError(f"{name}: {first.dtype} codes are not stored in int32; known: {known}")
     codes = (coding.values or first.dtype, stored)
     if packed == STREAM:
         return _of_stream(first, stored, blocks, coding, transpose != (layout == "in_out"), name)
@@ -112,7 +115,7 @@ def stored_shapes(
     shapes = {"codes": codes, "scale": (dtype, scale)}
     if first.zero_points:  # words along `out`
         rows, cols = blocks.shape
-        words = -(-rows // IN_INT32[first.dtype])
+        words = in_words(rows, first.dtype)
         shapes["zeros"] = ("int32", (cols, words) if transpose else (words, cols))
     if len(numeric) == 2 or first.two_level:
         shapes["scale_2"] = ("float32", ())
@@ -134,7 +137,7 @@ def _of_stream(
     numeric: Numeric, stored: tuple[int, ...], blocks: Grid, coding: Encoding, turned: bool, name: str
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """`stored_shapes` of MLX's layout: words of consecutive codes, and a bias beside each float scale."""
-    bits = AFFINE.get(numeric.dtype) or DTYPES[numeric.dtype].bits
+    bits = code_bits(numeric.dtype)
     if turned or len(stored) != 2 or numeric.per != "block" or stored[1] % blocks.across or stored[1] * bits % 32:
         raise SchemeError(f"{name}: a weight of stored shape {stored} has no rows of whole groups and whole words")
     integers = numeric.scale_dtype == "float32"
@@ -145,10 +148,13 @@ def _of_stream(
 
 def _words(numeric: Numeric, stored: tuple[int, ...], last: bool) -> tuple[int, int]:
     """The shape of int32 words, which hold codes along the last stored axis or the first."""
-    count, (rows, cols) = IN_INT32[numeric.dtype], stored
-    if last:
-        return rows, -(-cols // count)
-    return -(-rows // count), cols
+    rows, cols = stored
+    return (rows, in_words(cols, numeric.dtype)) if last else (in_words(rows, numeric.dtype), cols)
+
+
+def in_words(count: int, dtype: str) -> int:
+    """The words of 32 bits that hold so many codes, one after the other."""
+    return -(-count * code_bits(dtype) // 32)
 
 
 def _half(numeric: Numeric, stored: tuple[int, ...], axis: int, name: str) -> int:

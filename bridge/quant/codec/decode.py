@@ -13,7 +13,7 @@ from bridge._kernels.decode import floats, integers, powers
 from bridge._kernels.e5m2 import values_e5m2
 from bridge.core.dtypes import BLOCKS, DTYPES, SEARCHED, UNIT, to_float32
 from bridge.core.errors import SchemeError
-from bridge.core.values import AFFINE, Encoding, Numeric
+from bridge.core.values import AFFINE, NARROW, Encoding, Numeric
 from bridge.quant.codec import affine, ggml, kquants
 from bridge.quant.codec.arrays import Array, transpose_into, transposed
 from bridge.quant.codec.blocks import FOUR_BITS, PLAIN, WORDS, Grid, grid, packing, stored_shapes
@@ -139,7 +139,7 @@ def scaled(
 def values(codes: Array, dtype: str, scale: Array = ONE, down: int = 1 << 40, across: int = 1 << 40) -> Array:
     """Return the values of one-byte codes (rows, cols), times the scale of their `down` x `across` block."""
     out = np.empty(codes.shape, np.float32)
-    if dtype in ("int8", "int4"):
+    if dtype in ("int8", "int4", *NARROW):
         integers(codes, scale, down, across, out)
     elif dtype in ("float8_e4m3fn", "float4_e2m1fn"):
         floats(codes, dtype == "float8_e4m3fn", scale, down, across, out)

@@ -9,9 +9,12 @@ from bridge._kernels.fp4 import fp4
 from bridge._kernels.fp8 import fp8
 from bridge._kernels.integer import integer
 from bridge.core.errors import SchemeError
+from bridge.core.values import NARROW
 from bridge.quant.codec.arrays import Array
 
-INTEGER_RANGE = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0)}
+INTEGER_RANGE = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0)} | {
+    dtype: (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) for dtype, bits in NARROW.items()
+}
 
 
 ONE = np.ones((1, 1), np.float32)

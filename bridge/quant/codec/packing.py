@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bridge._kernels.layout import pack, pack_rows, unpack, unpack_rows
-from bridge.core.values import AFFINE
+from bridge.core.values import AFFINE, NARROW, code_bits
 from bridge.quant.codec import affine
 from bridge.quant.codec.arrays import Array, transposed
 from bridge.quant.codec.blocks import FOUR_BITS, IN_INT32, STREAM
@@ -39,6 +39,8 @@ def unpacked_codes(stored: Array, dtype: str, packed: str, cols: int) -> Array:
     flat = stored.view(np.uint8).reshape(len(stored), -1)
     if dtype in AFFINE:
         return affine.unpacked(flat, AFFINE[dtype], cols)
+    if dtype in NARROW:
+        return _narrow_codes(flat, NARROW[dtype], cols)
     if packed == STREAM:
         packed = "int32" if dtype in HALF_RANGE else "in"
     if packed == "int32":
@@ -61,6 +63,8 @@ def packed_codes(codes: Array, dtype: str, packed: str, take: Take = fresh) -> A
     if dtype in AFFINE:
         out = take("packed", (rows, cols * AFFINE[dtype] // 8), np.uint8)
         return affine.packed(codes, AFFINE[dtype], out).view(np.uint32)
+    if dtype in NARROW:
+        return _narrow_words(codes, NARROW[dtype])
     if packed == STREAM and dtype not in HALF_RANGE:
         return packed_codes(codes, dtype, "in", take).view(np.uint32)
     if packed in ("int32", STREAM):
@@ -87,6 +91,23 @@ def _words(codes: Array, dtype: str, take: Take) -> Array:
         pack(codes, out)
         codes = out
     return np.bitwise_xor(codes, half, out=out).view(np.int32)
+
+
+def _narrow_words(codes: Array, bits: int) -> Array:
+    """`_words` of codes that no byte holds a whole number of: they lie across the ends of words."""
+    rows, cols = codes.shape
+    padded = np.zeros((rows, -(-cols // 32) * 32), np.uint8)
+    np.add(codes, np.uint8(1 << bits - 1), out=padded[:, :cols])
+    words = affine.packed(padded, bits, np.empty((rows, padded.shape[1] * bits // 8), np.uint8)).view(np.int32)
+    return np.ascontiguousarray(words[:, : -(-cols * bits // 32)])
+
+
+def _narrow_codes(stored: Array, bits: int, cols: int) -> Array:
+    """Undo `_narrow_words`.  stored: uint8 (rows, whole words)."""
+    width = -(-cols // 32) * 32
+    whole = np.zeros((len(stored), width * bits // 8), np.uint8)
+    whole[:, : stored.shape[1]] = stored[:, : whole.shape[1]]
+    return np.ascontiguousarray(affine.unpacked(whole, bits, width)[:, :cols]) - np.uint8(1 << bits - 1)
 
 
 def _awq_words(codes: Array, take: Take) -> Array:
@@ -125,9 +146,10 @@ def zero_points(stored: Array, dtype: str, packed: str, added: int = 0) -> Array
 
     packed: "awq", or "int32" of GPTQ, whose readers add `added`.
     """
-    blocks, count = len(stored), stored.shape[1] * IN_INT32[dtype]
+    blocks, count = len(stored), stored.shape[1] * 32 // code_bits(dtype)
     if packed == "awq":
         return unpacked_codes(words_by_row(stored, dtype, packed), dtype, "int32", blocks).view(np.int8)
-    half, mask = (8, 15) if dtype == "int4" else (128, 255)
+    half = 1 << code_bits(dtype) - 1
+    mask = 2 * half - 1
     signed = unpacked_codes(stored, dtype, "int32", count).view(np.int8).astype(np.int16)
     return transposed((((signed + half + added) & mask) - half).astype(np.int8))

@@ -10,7 +10,7 @@ import numpy as np
 
 from bridge._kernels.scales import e4m3, e8m0, single
 from bridge.core.dtypes import SEARCHED, from_float32, to_float32
-from bridge.core.values import AFFINE, Encoding, Numeric
+from bridge.core.values import AFFINE, NARROW, Encoding, Numeric
 from bridge.quant.codec.arrays import Array, cast, rounded
 from bridge.quant.codec.decode import values
 from bridge.quant.codec.kernels import INTEGER_RANGE, fp8_codes
@@ -39,7 +39,7 @@ class Scales:
         # ModelOpt has the amax of INT4 blocks in float32, all others in the weight's dtype. It clamps neither that of
         # per-tensor FP8 in unified checkpoints nor that above NVFP4's blocks, and its fake quantizer clamps none.
         unclamped = numeric[0].per == "tensor" and coding.quotient == "weight"
-        least = MIN_AMAX if coding.values else TINY["float32" if numeric[0].dtype == "int4" else dtype]
+        least = MIN_AMAX if coding.values else TINY["float32" if numeric[0].dtype in ("int4", *NARROW) else dtype]
         self.tiny = 0.0 if unclamped else least
         self.constants: dict[str, Array] = {}
         self._divisor = np.ones((1, 1), np.float32)

@@ -23,9 +23,12 @@ SIX_OR_FOUR = (1.0, 1.5)  # the largest value of a block becomes a code of 6, or
 ZERO = np.float32(2.0**-24)  # ModelOpt's quantizers take a smaller amax for zero
 # Multipliers in the order of their distance to 0.94, which half of the blocks of normal values take.
 LIKELY = np.array(sorted(range(STEPS), key=lambda at: abs(at - 7)))
-# What is tried beside all of the range: the largest value becomes a code of 5 to 9 of INT4's 8; values beyond the last
-# code saturate. tests/quant/codec/test_search.py
-STEP, TRIED = 0.2, np.array([0, *range(-15, 0), *range(1, 6)])  # all of the range first: it stays where none is better
+# What is tried beside all of the range, in parts of the largest code: the largest value becomes a code of 5 to 9 of
+# INT4's 8; values beyond the last code saturate. All of the range comes first: it stays where none is better. With 2
+# and 3 bits more values should saturate: on normal ones in blocks of 128 the squared error of both falls by 5 %.
+# tests/targets/test_searched.py
+STEP, TRIED = 0.025, np.array([0, *range(-15, 0), *range(1, 6)])
+TRIED_OF_FEW = np.array([*TRIED, *range(6, 26)])
 E4M3_MAX, LEAST = np.float32(448), np.float32(2.0**-9)
 # The codes of the scales that a block may have: of e4m3 all but 0 and NaN, of e8m0 all but NaN.
 CODES = {"float8_e4m3fn": np.arange(1, 127, dtype=np.uint8), "float8_e8m0fnu": np.arange(255, dtype=np.uint8)}
@@ -98,7 +101,8 @@ def integer_scales(words: Array, numeric: Numeric, across: int, importance: Arra
     if importance is None:
         signed_scales(words, np.float32(full), int(positive), across, scales)
     else:
-        levels = (full + STEP * TRIED * np.sign(full)).astype(np.float32)
+        tried = TRIED_OF_FEW if -low < 8 else TRIED
+        levels = (full + STEP * -low * tried * np.sign(full)).astype(np.float32)
         weighted_sweep(words, importance, levels, int(positive), across, low, high, scales)
     return scales
 

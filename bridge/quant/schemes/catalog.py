@@ -17,6 +17,7 @@ from bridge.quant.describe import numeric as numeric_in_words
 from bridge.quant.describe import weights
 from bridge.quant.schemes.grammar import (
     ALGORITHMS,
+    HEADROOM,
     check_keys,
     parse_activation,
     parse_only,
@@ -33,6 +34,7 @@ from bridge.quant.schemes.scheme import Scheme
 # The weight that awq_clip may have. With a second numeric ModelOpt measures amax again and drops the clips, of NVFP4 it
 # clips the scale above the blocks alone, and an input's amax would be that of the last batch.
 CLIPPED = ("int4", "block", "", 1)
+IN_NIBBLES = ("int4", "int3", "int2")  # codes of integers that a calibration stores
 RULE = ":"  # between a layout and a rule
 IMPORTANCE = "imatrix"  # the rule that every file type of llama.cpp has
 BEST = "best"  # in place of a rule: the one with the least loss on the model itself
@@ -218,7 +220,8 @@ def _scheme(name: str, words: dict[str, Any], where: str) -> Scheme:
     if algorithm == "imatrix" and not all(n.dtype in SEARCHED or n.search in OURS for n in numerics):
         raise SchemeError(
             f"{where}: algorithm 'imatrix' chooses codes of {', '.join(SEARCHED)}, llama.cpp's blocks, and scales of "
-            f"INT4 in blocks with search = {EITHER!r} or {POSITIVE!r}, of FP4 in blocks with search = {WEIGHTED!r}"
+            f"INT2 to INT6 in blocks with search = {EITHER!r} or {POSITIVE!r}, of FP4 in blocks with search = "
+            f"{WEIGHTED!r}"
         )
     entry = None if activation is None else parse_activation(activation, f"{where}: [input]")
     form, options = Format(numerics, entry, algorithm), parse_options(words.get("options", {}), algorithm, where)
@@ -227,6 +230,8 @@ def _scheme(name: str, words: dict[str, Any], where: str) -> Scheme:
             f"{where}: algorithm {algorithm!r} clips INT4 in blocks along `in`, without [input] or search"
         )
     _check_chosen(algorithm, numerics, where)
+    if algorithm == HEADROOM and (entry is None or not entry.two_level or entry.constant):
+        raise SchemeError(f"{where}: algorithm {algorithm!r} is for [input] of NVFP4 whose amax is measured")
     return Scheme(
         name=name,
         summary=str(words["summary"]),
@@ -249,16 +254,16 @@ def _check_chosen(algorithm: str, numerics: Sequence[Numeric], where: str) -> No
     first = numerics[0]
     kind = (first.dtype, first.scale_dtype, len(first.block), first.search, len(numerics))
     nvfp4, int4 = ("float4_e2m1fn", "float8_e4m3fn", 1, "", 1), ("int4", "float32", 1, "", 1)
-    signed = [("int4", "float32", 1, search, 1) for search in BY_SIGN]
+    signed = [(dtype, "float32", 1, search, 1) for dtype in IN_NIBBLES for search in BY_SIGN]
     weighted = [("float4_e2m1fn", scale, 1, WEIGHTED, 1) for scale in ("float8_e4m3fn", "float8_e8m0fnu")]
     if algorithm == "gptq" and kind not in (nvfp4, int4, *signed, *weighted):
         raise SchemeError(
             f"{where}: algorithm 'gptq' is for one [[weight]] of INT4 or FP4 in blocks along `in`, of MXFP4 with "
-            f"search = {WEIGHTED!r}"
+            f"search = {WEIGHTED!r}, of INT2 and INT3 with search = {EITHER!r} or {POSITIVE!r}"
         )
     if algorithm == "signround" and kind not in signed:
         raise SchemeError(
-            f"{where}: algorithm 'signround' is for one [[weight]] of INT4 in blocks along `in` with search = "
+            f"{where}: algorithm 'signround' is for one [[weight]] of INT2 to INT4 in blocks along `in` with search = "
             f"{EITHER!r} or {POSITIVE!r}"
         )
     if algorithm == "local_hessian" and kind != nvfp4:

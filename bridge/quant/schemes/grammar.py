@@ -12,8 +12,9 @@ from bridge.core.errors import SchemeError
 from bridge.core.parsing.file_cache import cached_by_file, copy_parsed
 from bridge.core.parsing.limited import load_toml
 from bridge.core.text import nearest
-from bridge.core.values import AFFINE, FOUR_OVER_SIX, LLM_COMPRESSOR, MAXBOUND, MSE, SEARCHES, WEIGHTED, Numeric
+from bridge.core.values import AFFINE, FOUR_OVER_SIX, LLM_COMPRESSOR, MAXBOUND, MSE, NARROW, SEARCHES, WEIGHTED, Numeric
 
+HEADROOM = "nvfp4_act_headroom"
 ALGORITHMS = {
     # algorithm -> the parameters it takes, with ModelOpt's default
     "max": {},
@@ -23,6 +24,7 @@ ALGORITHMS = {
     "awq_full": {"alpha_step": 0.1, "min_clip_ratio": 0.5, "shrink_step": 0.05},  # awq, then awq_clip
     "imatrix": {},  # llama.cpp's: errors are weighted by the mean square of the input of each `in`
     "local_hessian": {},
+    HEADROOM: {},  # of NVFP4 inputs: ModelOpt's own percentiles and factor
     "gptq": {"perc_damp": 0.01},
     "signround": {"perc_damp": 0.01, "rate": 0.25, "steps": 200},  # from the codes of gptq
 }
@@ -90,6 +92,11 @@ def parse_numeric(words: Any, where: str) -> Numeric:
             f"{where}: {words['dtype']} is llama.cpp's block: write block = [{DTYPES[words['dtype']].block}]"
         )
     scale = words.get("scale_dtype", "float32")
+    if words["dtype"] in NARROW and (scale != "float32" or words["per"] not in ("channel", "block") or len(block) > 1):
+        raise SchemeError(
+            f'{where}: {words["dtype"]} is of weights, with float scales along `in`: per = "channel", or per = "block" '
+            "with one size"
+        )
     if words["dtype"] in AFFINE and (len(block), scale) != (1, "float32"):
         raise SchemeError(f'{where}: {words["dtype"]} has groups along `in` with float scales: per = "block", one size')
     return Numeric(words["dtype"], words["per"], tuple(block), scale, words.get("dynamic", False))
@@ -100,9 +107,11 @@ def parse_weight(words: Any, where: str) -> Numeric:
     check_keys(words, _KEYS | {"search", "zero_points"}, where)
     numeric = parse_numeric({key: value for key, value in words.items() if key in _KEYS}, where)
     if "zero_points" in words:
-        plain = (numeric.dtype, numeric.scale_dtype, len(numeric.block)) == ("int4", "float32", 1)
+        plain = (numeric.dtype in ("int4", *NARROW), numeric.scale_dtype, len(numeric.block)) == (True, "float32", 1)
         if words["zero_points"] is not True or "search" in words or not plain:
-            raise SchemeError(f"{where}: zero_points = true is for INT4 in blocks without search; else leave it out")
+            raise SchemeError(
+                f"{where}: zero_points = true is for INT4, or INT2 to INT6, in blocks without search; else leave it out"
+            )
         return replace(numeric, zero_points=True)
     if "search" not in words:
         return numeric
@@ -113,10 +122,11 @@ def parse_weight(words: Any, where: str) -> Numeric:
     nvfp4 = kind == ("float4_e2m1fn", "float8_e4m3fn", 1)
     int4 = kind == ("int4", "float32", 1)
     fp4 = nvfp4 or kind == ("float4_e2m1fn", "float8_e8m0fnu", 1)
+    narrow = numeric.dtype in NARROW and len(numeric.block) == 1
     takers = {FOUR_OVER_SIX: nvfp4, MSE: nvfp4 or int4, WEIGHTED: fp4}
-    if not takers.get(search, int4):
+    if not takers.get(search, int4 or narrow):
         names = {FOUR_OVER_SIX: NVFP4, MSE: f"{NVFP4} and INT4 in blocks", WEIGHTED: "FP4 in blocks with FP8 scales"}
-        known = names.get(search, "INT4 in blocks")
+        known = names.get(search, "INT2 to INT6 in blocks")
         raise SchemeError(f"{where}: search = {search!r} is for {known}, not for {numeric.dtype} per {numeric.per}")
     return replace(numeric, search=search)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from bridge.core.errors import UsageError
-from bridge.core.values import Format, Numeric, Site, Structure, TensorSpec
+from bridge.core.values import NARROW, Format, Numeric, Site, Structure, TensorSpec
 from bridge.quant.schemes.scheme import Scheme
 
 SIZES = (128, 64, 32)
@@ -89,12 +89,12 @@ def _takes_zero_points(form: Format) -> bool:
     """Whether the codes of a weight follow from the least and the largest value of a block."""
     first = form.weight[0]
     plain = form.algorithm in ("max", "awq") and not first.search and len(form.weight) == 1 and form.input is None
-    return plain and _is_grouped(first) and first.dtype == "int4"
+    return plain and _is_grouped(first) and first.dtype in ("int4", *NARROW)
 
 
 def _is_grouped(numeric: Numeric) -> bool:
     """Whether a float scale covers each block of integers along `in`."""
-    return numeric.dtype in ("int4", "int8") and len(numeric.block) == 1 and numeric.scale_dtype == "float32"
+    return numeric.dtype in ("int4", "int8", *NARROW) and len(numeric.block) == 1 and numeric.scale_dtype == "float32"
 
 
 def _in_blocks(form: Format | None, size: int) -> Format | None:
@@ -102,15 +102,15 @@ def _in_blocks(form: Format | None, size: int) -> Format | None:
 
 
 def _weight(weight: tuple[Numeric, ...], size: int) -> tuple[Numeric, ...]:
-    return tuple(replace(one, block=(size,)) if _is_int4(one) else one for one in weight)
+    return tuple(replace(one, block=(size,)) if _is_shrunk(one) else one for one in weight)
 
 
 def _has_blocks(form: Format) -> bool:
-    return any(map(_is_int4, form.weight))
+    return any(map(_is_shrunk, form.weight))
 
 
-def _is_int4(numeric: Numeric) -> bool:
-    return (numeric.dtype, numeric.block) == ("int4", (SIZES[0],))
+def _is_shrunk(numeric: Numeric) -> bool:
+    return numeric.dtype in ("int4", *NARROW) and numeric.block == (SIZES[0],)
 
 
 def _width(site: Site, spec: TensorSpec | None) -> int:

@@ -15,6 +15,8 @@ from bridge.quant.schemes.grammar import check_keys, read_toml
 COLON = ":"
 ROW_KEYS = {"scheme", "why", "block", "zero_points", "input", "algorithm", "only"}
 
+NOT_OF_PRESETS = ("aliases", "rule", "best_without_data")
+
 
 def prefixes() -> dict[str, dict[str, Any]]:
     """The tools whose names are known, by the prefix of these."""
@@ -88,10 +90,11 @@ def _bare(name: str) -> str:
 
 def _words(row: dict[str, Any], tool: dict[str, Any]) -> dict[str, Any]:
     """The words of a scheme's file with those of the row in their places."""
-    path = next((file for file in table_files("schemes") if file.stem == row["scheme"]), None)
+    files = (*table_files("schemes"), *table_files("rules"))  # of a layout alone, without a rule
+    path = next((file for file in files if file.stem == row["scheme"]), None)
     if path is None:
-        raise SchemeError(f"presets.toml: scheme {row['scheme']!r} has no file in mappings/schemes")
-    words: dict[str, Any] = {key: value for key, value in read_toml(path).items() if key != "aliases"}
+        raise SchemeError(f"presets.toml: scheme {row['scheme']!r} has no file in mappings/schemes or mappings/rules")
+    words: dict[str, Any] = {key: value for key, value in read_toml(path).items() if key not in NOT_OF_PRESETS}
     changes = {key: value for key, value in row.items() if key not in ("scheme", "block", "zero_points")}
     if "algorithm" in changes:
         words.pop("options", None)  # of the other algorithm

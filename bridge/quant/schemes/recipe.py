@@ -18,7 +18,7 @@ the architecture's own reasons to keep a module (an output head, a router), so a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -28,7 +28,7 @@ from bridge.core.addresses import check_length
 from bridge.core.errors import SchemeError, UsageError
 from bridge.core.parsing.problems import ENOUGH, Problems
 from bridge.core.values import Numeric
-from bridge.quant.schemes.catalog import kv_numeric, named_scheme, read_scheme
+from bridge.quant.schemes.catalog import RULE, kv_numeric, layout_of, named_scheme, read_scheme
 from bridge.quant.schemes.grammar import Gate, Gates, check_keys, parse_options, parse_parity, parse_policies, read_toml
 from bridge.quant.schemes.group_size import with_group
 from bridge.quant.schemes.layer_ranges import Span, parse_span
@@ -39,8 +39,47 @@ KEYS = {"base", "summary", "kv", "group", "rule", "options", "parity", "policy"}
 RULE_KEYS = {"roles", "modules", "layers", "quant", "group", "override"}
 
 
-def load_recipe(path: Path) -> Scheme:
-    """Read a recipe, or a user's own scheme (a file with [[weight]] tables instead of `base`)."""
+def layout_asked(quant: object) -> Path | None:
+    """The file of the layout whose best rule a name or a recipe asks for; SchemeError if a recipe asks for two."""
+    file = isinstance(quant, Path) or (isinstance(quant, str) and (quant.endswith(".toml") or "/" in quant))
+    if not file or not Path(str(quant)).is_file():
+        return layout_of(quant)
+    words = read_toml(Path(str(quant)))
+    asked = {name: path for table in _tables(words) for name in table.values() if (path := layout_of(name))}
+    if len({*asked.values()}) > 1:
+        raise SchemeError(
+            f"{quant}: {' and '.join(asked)} are choices of two layouts, and one is measured at a time; name the rule "
+            "of one of them"
+        )
+    return next(iter(asked.values()), None)
+
+
+def _tables(words: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The names of schemes in a recipe: its base, then those of its rules."""
+    rules = words.get("rule", [])
+    tables = [rule for rule in rules if isinstance(rule, dict)] if isinstance(rules, list) else []
+    return [{key: table[key]} for key, table in (("base", words), *(("quant", one) for one in tables)) if key in table]
+
+
+def _with_rule(words: dict[str, Any], rule: str) -> dict[str, Any]:
+    """A recipe with a rule in place of each choice among rules."""
+
+    def named(table: dict[str, Any], key: str) -> dict[str, Any]:
+        path = layout_of(table.get(key))
+        return {**table, key: f"{path.stem}{RULE}{rule}"} if path else table
+
+    rules = words.get("rule", [])
+    rules = (
+        [named(one, "quant") if isinstance(one, dict) else one for one in rules] if isinstance(rules, list) else rules
+    )
+    return named({**words, **({"rule": rules} if rules else {})}, "base")
+
+
+def load_recipe(path: Path, rule: str = "") -> Scheme:
+    """Read a recipe, or a user's own scheme (a file with [[weight]] tables instead of `base`).
+
+    `rule`: the one that choices among rules, such as int4:best, stand for; it is then a part of the scheme's name.
+    """
     check_length(path)
     if not path.is_file():
         raise UsageError(f"quant={str(path)!r}: no such file; schemes are given by name, recipes by path")
@@ -49,7 +88,8 @@ def load_recipe(path: Path) -> Scheme:
     if "base" not in words and "weight" in words:
         return replace(read_scheme(path), sized=True)  # the blocks that it says
     problems = Problems()
-    scheme = _parse(words, path.stem, where, problems)
+    words, name = (_with_rule(words, rule), f"{path.stem}{RULE}{rule}") if rule else (words, path.stem)
+    scheme = _parse(words, name, where, problems)
     if scheme is None:
         lines = problems.lines()
         text = [f"{where}: {len(lines)} problems", *(line.removeprefix(f"{where}: ") for line in lines)]

@@ -10,8 +10,9 @@ from fnmatch import fnmatchcase
 from typing import TypeGuard
 
 from bridge.core.errors import SchemeError
+from bridge.core.records import plain
 from bridge.core.text import fold_layers, nearest, number
-from bridge.core.values import AFFINE, OURS, Format, Numeric, Site, plain
+from bridge.core.values import AFFINE, NARROW, OURS, Format, Numeric, Site
 from bridge.quant.schemes.grammar import Gate, Gates, Policies
 from bridge.quant.schemes.layer_ranges import from_start
 
@@ -149,7 +150,7 @@ class Scheme:
     def not_simulated(self) -> str:
         """Why ModelOpt's fake-quantized model is another one on any device, "" if it is not."""
         weights = [n for form in self.formats for n in form.weight]
-        ours = any(n.search in OURS or n.zero_points or n.dtype in AFFINE for n in weights)
+        ours = any(n.search in OURS or n.zero_points or n.dtype in (*AFFINE, *NARROW) for n in weights)
         return "ModelOpt has no quantizer with its scales" if ours else ""
 
     @property
@@ -225,11 +226,15 @@ class Scheme:
 def _without_smoothing(form: Format, site: Site) -> Format:
     # ModelOpt smooths and clips Linear and Conv1D only: experts get the same formats without a pre_quant_scale (they
     # would need one input scale each, but share one input), convolutions have no single `in`. Its GPTQ, too, leaves out
-    # experts, whose stack is one module with several matrices; its local Hessian takes them, not we
+    # experts, whose stack is one module with several matrices; its local Hessian takes them, not we. Our GPTQ takes
+    # each expert with its own tokens; SignRound does not learn them
     changed = form.prescales or form.clipped or form.chosen
-    if changed and (site.expert is not None or site.stacked or site.layout == "conv"):
-        return replace(form, algorithm="imatrix" if form.ordered and site.layout != "conv" else "max")
-    return form
+    expert = site.expert is not None or site.stacked
+    if not changed or not (expert or site.layout == "conv"):
+        return form
+    if not form.ordered or site.layout == "conv":
+        return replace(form, algorithm="max")
+    return replace(form, algorithm="imatrix") if form.learned else form
 
 
 def is_calibrated(form: Format) -> bool:

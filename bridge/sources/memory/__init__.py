@@ -106,6 +106,19 @@ class MemorySource(SourceBase):
 
     def read(self, name: str) -> np.ndarray:
         """Return one storage array: read-only, and a view of the model's memory if possible."""
+        return bits_of(self._tensor(name), self._origins[name].spec.dtype)
+
+    def on_device(self, name: str) -> Any:
+        """Return a tensor where it is, not to be changed; None if it is coded on the host."""
+        import torch
+
+        from bridge.quant.codec.on_device import HOST, best_way
+
+        parts = [self._state[part.live] for part in self._origins[name].parts]
+        here = any(type(part) not in (torch.Tensor, torch.nn.Parameter) or best_way(part) == HOST for part in parts)
+        return None if here else self._tensor(name)
+
+    def _tensor(self, name: str) -> Any:
         import torch
 
         from bridge.sources.live_models.checkpoint_names import computed
@@ -120,7 +133,7 @@ class MemorySource(SourceBase):
                 tensor = parts[0] if len(parts) == 1 else torch.cat(parts, origin.axis)
             if tensor.device.type == "meta":
                 raise SourceError(f"{name}: has no values (meta device, or offloaded); give its directory instead")
-            return bits_of(tensor.detach(), origin.spec.dtype)
+            return tensor.detach()
 
     def _whole(self, live: str) -> Any:
         """A tensor of the model by its name there."""

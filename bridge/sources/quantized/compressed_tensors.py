@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bridge.core.text import nearest
-from bridge.core.values import Format, Numeric, TensorSpec
+from bridge.core.values import NARROW, Format, Numeric, TensorSpec
 from bridge.sources.quantized import fields as words
 from bridge.sources.quantized.parts import StorageLayout, Unread
 
@@ -26,6 +26,7 @@ SUFFIXES = (
     "input_scale", "input_global_scale", "input_zero_point",
 )  # fmt: skip
 DTYPES = {("int", 8): "int8", ("int", 4): "int4", ("float", 8): "float8_e4m3fn", ("float", 4): "float4_e2m1fn"}
+DTYPES |= {("int", bits): dtype for dtype, bits in NARROW.items()}
 STRATEGIES = {"tensor": "tensor", "channel": "channel", "group": "block", "tensor_group": "block", "block": "block"}
 
 
@@ -66,7 +67,7 @@ class Compressed:
         numeric = _numeric(weights)
         if isinstance(numeric, str):
             return numeric
-        if shifted and numeric.dtype not in ("int4", "int8"):
+        if shifted and numeric.dtype not in ("int4", "int8", *NARROW):
             return Unread(f"asymmetric, as its group says, which {numeric.dtype} is in no format here")
         numeric = dataclasses.replace(numeric, zero_points=shifted)
         wide = numeric.two_level
@@ -104,7 +105,8 @@ def _numeric(args: Mapping[str, Any]) -> Numeric | str:
     dtype = DTYPES.get((str(args.get("type", "int")), words.whole(args.get("num_bits"), f"{HERE}: num_bits", 8)))
     if dtype is None:
         return Unread(
-            f"{args.get('num_bits')} bits of {args.get('type')} are not supported; known: 4 or 8 of int or float"
+            f"{args.get('num_bits')} bits of {args.get('type')} are not supported; known: 2 to 6 and 8 of int, 4 and 8 "
+            "of float"
         )
     size, dynamic = args.get("group_size"), bool(args.get("dynamic", False))
     strategy = args.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")

@@ -18,8 +18,8 @@ import numpy as np
 from bridge.core.dtypes import FLOATS, to_float32
 from bridge.core.errors import SchemeError
 from bridge.core.text import fold_problems
-from bridge.core.values import Encoding, Format, LazyTensor, Numeric, TensorSpec
-from bridge.quant.codec.blocks import FOUR_BITS, IN_INT32, grid
+from bridge.core.values import NARROW, Encoding, Format, LazyTensor, Numeric, TensorSpec, code_bits
+from bridge.quant.codec.blocks import FOUR_BITS, grid
 from bridge.quant.codec.decode import values
 from bridge.sources.weights.shards import Weights
 
@@ -37,7 +37,7 @@ CODES = {
     "int8": ("int8", "int32"),
     "int4": ("uint8", "int8", "int32"),
     "float4_e2m1fn": ("uint8",),
-}
+} | dict.fromkeys(NARROW, ("int32",))
 OPTIONAL = ("input_scale", "pre_quant_scale")
 
 
@@ -264,7 +264,7 @@ def _expected(format_: Format, shape: tuple[int, ...]) -> dict[str, tuple[tuple[
 def _unpacked_shape(codes: TensorSpec, dtype: str, packed: str) -> tuple[int, ...]:
     out, in_ = codes.shape
     if packed == "int32":
-        return out, in_ * IN_INT32[dtype]
+        return out, in_ * 32 // code_bits(dtype)
     if dtype not in FOUR_BITS or packed == "byte":
         return out, in_
     return (2 * out, in_) if packed == "out" else (out, 2 * in_)
@@ -273,7 +273,7 @@ def _unpacked_shape(codes: TensorSpec, dtype: str, packed: str) -> tuple[int, ..
 def _misfits(codes: TensorSpec, dtype: str, packed: str, shape: tuple[int, ...]) -> list[str]:
     """Check that the codes have the weight's shape; only int32 pads them to whole words along `in`."""
     out, in_ = _unpacked_shape(codes, dtype, packed)
-    word = IN_INT32[dtype] if packed == "int32" else 1
+    word = -(-32 // code_bits(dtype)) if packed == "int32" else 1
     fits = len(shape) == 2 and out == shape[0] and in_ - word < shape[1] <= in_
     if fits and (codes.dtype == "int32") == (packed == "int32"):
         return []

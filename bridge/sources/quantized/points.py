@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from bridge.core.values import NARROW
 from bridge.sources.quantized.parts import Array
 from bridge.sources.quantized.words import Turned
 from bridge.sources.weights.shards import Weights
@@ -18,7 +19,7 @@ SUFFIX = ".weight_zero_point"
 
 
 def unpacked(weights: Weights) -> Weights:
-    """The weights with zero points (out, blocks), which the file has as (out / 8, blocks) beside four-bit codes."""
+    """The weights with zero points (out, blocks), which the file has in words along `out` beside packed codes."""
     specs, holder = dict(weights.specs), dict(weights.holder)
     for name, spec in weights.specs.items():
         scale = weights.specs.get(f"{name.removesuffix(SUFFIX)}.weight_scale")
@@ -30,9 +31,10 @@ def unpacked(weights: Weights) -> Weights:
 
 
 def _read(weights: Weights, rows: int, name: str) -> Array:
+    from bridge.quant.codec.blocks import in_words
     from bridge.quant.codec.packing import unpacked_codes
 
     stored = np.ascontiguousarray(weights.read(name).T)  # blocks, words
-    dtype = "int4" if stored.shape[1] * 4 < rows else "int8"
+    dtype = next((one for one in ("int4", *NARROW) if in_words(rows, one) == stored.shape[1]), "int8")
     codes = unpacked_codes(stored, dtype, "int32", rows)
     return np.ascontiguousarray(codes.view(np.int8).T)

@@ -158,6 +158,12 @@ class Gguf(StreamedTarget):
 
         return lint(directory / "model.gguf")
 
+    def changed(self, directory: Path, plan: Plan, source: Source) -> list[str]:
+        """What of the file's header is not what was written for this source."""
+        from bridge.targets.gguf.lint import changed_keys
+
+        return changed_keys(directory / "model.gguf", self.file_metadata(plan, source))
+
     def runtime(self, directory: Path) -> Any:
         from bridge.targets.gguf.runtime import Runtime
 

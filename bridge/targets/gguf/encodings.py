@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bridge.core.dtypes import DTYPES, K_QUANTS, SEARCHED
-from bridge.core.values import Encoding, Format, Numeric
+from bridge.core.values import Encoding, Format, Numeric, code_bits
 from bridge.quant.codec.ggml_library import INSTALL, is_installed
 from bridge.quant.schemes.load import load_scheme
 from bridge.targets.gguf.file_types import FILE_TYPES
@@ -74,6 +74,8 @@ def why_unsupported(format_: Format) -> str:
 def _nearest(first: Numeric) -> str:
     if first.dtype == "float4_e2m1fn":
         return "nvfp4_wo" if first.block == (16,) else "mxfp4_wo"
+    if first.dtype != "int4" and (blocks := f"q{code_bits(first.dtype)}_k") in K_QUANTS:
+        return blocks
     return "int4_wo" if first.dtype == "int4" else "int8_wo"
 
 

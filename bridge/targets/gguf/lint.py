@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from bridge.core.errors import SourceError
-from bridge.core.formats.gguf import GgufFile
+from bridge.core.formats.gguf import GgufFile, Typed
 
 COUNTS = ("block_count", "embedding_length", "context_length", "feed_forward_length", "attention.head_count")
 
@@ -58,3 +61,25 @@ def _tokens(file: GgufFile) -> Iterator[str]:
         row = type(value) is int and 0 <= value < len(tokens)
         if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and not row:
             yield f"{key} is {value}, beyond the {len(tokens)} tokens"
+
+
+def changed_keys(path: Path, wanted: Mapping[str, Any]) -> list[str]:
+    """A message for each hyperparameter that is not what a model's config gives; tokens and names are left aside."""
+    try:
+        found = GgufFile(path).metadata
+    except (SourceError, OSError):
+        return []  # told by `lint`
+    arch = found.get("general.architecture")
+    return [
+        f"error [gguf] {path.name}: {key} is {found.get(key)!r}, and {_plain(value)!r} was written; convert again"
+        for key, value in wanted.items()
+        if key.startswith(f"{arch}.") and not isinstance(value, np.ndarray) and _plain(found.get(key)) != _plain(value)
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """A value without its type, numbers as float32 has them."""
+    value = value.value if isinstance(value, Typed) else value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return float(np.float32(value)) if isinstance(value, float) else value

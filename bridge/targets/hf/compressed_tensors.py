@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bridge.core.text import grouped
-from bridge.core.values import LLM_COMPRESSOR, Encoding, Format, Numeric, Site
+from bridge.core.values import LLM_COMPRESSOR, NARROW, Encoding, Format, Numeric, Site, code_bits
 from bridge.planning.plan import Plan
-from bridge.quant.codec.blocks import grid
+from bridge.quant.codec.blocks import grid, in_words
 from bridge.targets.config_json import config_json
 from bridge.targets.hf.spelling import Part, Traits
 from bridge.targets.stacks import listed_as
@@ -24,12 +24,15 @@ TRAITS = Traits(mixes=True)
 VERSION = "0.20.0"
 # Of llm-compressor, amax / bound is a scale: (largest code - smallest code) / 2. Other dtypes are symmetric.
 # Of MX the power of two in the largest code.
-BOUNDS = {"int8": 127.5, "int4": 7.5}
+BOUNDS = {"int8": 127.5, "int4": 7.5} | {dtype: 2.0 ** (bits - 1) - 0.5 for dtype, bits in NARROW.items()}
 MX_BOUNDS = {"float8_e4m3fn": 256.0, "float4_e2m1fn": 4.0}
 BITS = {"int8": ("int", 8), "int4": ("int", 4), "float8_e4m3fn": ("float", 8), "float4_e2m1fn": ("float", 4)}
+BITS |= {dtype: ("int", bits) for dtype, bits in NARROW.items()}
+PACKED = ("int4", *NARROW)  # always in words: vLLM reads no others
 MX, NV = "float8_e8m0fnu", "float8_e4m3fn"
 KV = Numeric("float8_e4m3fn", "tensor")
 TOKENS = Numeric("float8_e4m3fn", "token", dynamic=True)  # of inputs
+INTEGERS = Numeric("int8", "token", dynamic=True)
 
 
 def why_unsupported(format_: Format) -> str:
@@ -47,10 +50,13 @@ def why_unsupported(format_: Format) -> str:
             "compressed-tensors has FP4 in blocks of 16 with FP8 scales, or of 32 with power-of-two scales; use nvfp4 "
             "or mxfp4_wo"
         )
-    if first.dtype == "int4" and entry not in (None, TOKENS):
-        return "compressed-tensors output has INT4 weights with unquantized inputs, or FP8 per token: int4_wo, w4a8_fp8"
-    if first.zero_points and (first.dtype != "int4" or len(first.block) != 1):
-        return "compressed-tensors output has zero points of INT4 in blocks; use int4_wo"
+    if first.dtype in PACKED and entry not in (None, INTEGERS, *([TOKENS] if first.dtype == "int4" else [])):
+        return (
+            f"compressed-tensors output has {first.dtype.upper()} weights with unquantized inputs, or INT8 per token, "
+            "INT4 with FP8 per token too: int4_wo, w4a8_int8, w4a8_fp8"
+        )
+    if first.zero_points and (first.dtype not in PACKED or len(first.block) != 1):
+        return "compressed-tensors output has zero points of INT2 to INT6 in blocks; use int4_wo"
     if entry and entry.per == "block" and (entry.dtype, entry.block[-1:]) != (first.dtype, first.block[-1:]):
         return (
             f"inputs in blocks of {entry.block} do not match weights in {first.block or first.per}; use the same block "
@@ -78,8 +84,8 @@ def incompatibilities(format_: Format, site: Site, shape: tuple[int, int]) -> li
         problems.append(
             f"in = {shape[1]} does not divide into blocks of {first.block[0]}, and no runtime pads them; {keep}"
         )
-    if first.zero_points and shape[0] % 8:
-        problems.append(f"out = {shape[0]} is no multiple of 8: that many zero points share a word; {keep}")
+    if first.zero_points and (bits := shape[0] * code_bits(first.dtype)) % 32:
+        problems.append(f"out = {shape[0]}: {bits} bits of zero points fill no whole number of words of 32; {keep}")
     return problems
 
 
@@ -100,9 +106,8 @@ def parts(format_: Format, site: Site, shape: tuple[int, ...], dtype: str, folde
     """The tensors of a module whose weight is [out, in]: codes first, then companions by name."""
     first, module, compression_name = format_.weight[0], site.module, compression(format_)
     out, in_ = shape
-    bits = BITS[first.dtype][1]
     codes = {
-        "pack-quantized": ((out, -(-in_ * bits // 32)), "int32"),
+        "pack-quantized": ((out, in_words(in_, first.dtype)), "int32"),
         "nvfp4-pack-quantized": ((out, in_ // 2), "uint8"),
         "mxfp4-pack-quantized": ((out, in_ // 2), "uint8"),
     }.get(compression_name, (shape, first.dtype))
@@ -113,7 +118,7 @@ def parts(format_: Format, site: Site, shape: tuple[int, ...], dtype: str, folde
     scales = (1,) if first.per == "tensor" else grid(first, shape, "out_in").shape
     tensors.append(Part("scale", f"{module}.weight_scale", scales, scale_dtype))
     if first.zero_points:
-        tensors.append(Part("zeros", f"{module}.weight_zero_point", (out // 8, scales[-1]), "int32"))
+        tensors.append(Part("zeros", f"{module}.weight_zero_point", (in_words(out, first.dtype), scales[-1]), "int32"))
     if compression_name == "pack-quantized":
         tensors.append(Part("shape", f"{module}.weight_shape", (2,), "int64"))
     if format_.input is not None and format_.input.static:
@@ -198,7 +203,7 @@ def _experts(plan: Plan) -> list[str]:
 
 
 def compression(format_: Format) -> str:
-    """compressed-tensors' name of the code storage, as it infers it; INT4 is always packed, as vLLM reads it."""
+    """compressed-tensors' name of the code storage, as it infers it; INT2 to INT6 are always packed, as vLLM reads."""
     first = format_.weight[0]
     if first.scale_dtype == NV:
         return "nvfp4-pack-quantized"

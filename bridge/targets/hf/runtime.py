@@ -139,12 +139,12 @@ class Generator:
 
     def __init__(self, model: Any, directory: Path, decoded: bool = False) -> None:
         self.runs = "its weights, dequantized, in transformers" if decoded else "its weights in transformers"
-        self._model = model
-        if type(self._model).__name__ in classes_of(TRANSCRIBES) and (directory / GENERATION).is_file():
+        self.model = model
+        if type(self.model).__name__ in classes_of(TRANSCRIBES) and (directory / GENERATION).is_file():
             from transformers import GenerationConfig
 
             # names the languages, and what is never written
-            self._model.generation_config = GenerationConfig.from_pretrained(directory)
+            self.model.generation_config = GenerationConfig.from_pretrained(directory)
         self._seen: dict[str, Any] = {}
 
     @classmethod
@@ -166,7 +166,7 @@ class Generator:
         import torch
 
         tensors = {name: torch.from_numpy(array) for name, array in inputs.items()}
-        self._seen = {n: t.to(self._model.dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+        self._seen = {n: t.to(self.model.dtype) if t.is_floating_point() else t for n, t in tensors.items()}
 
     def generate(self, ids: Sequence[int], settings: Settings) -> Iterator[int]:
         return from_thread(lambda hand: self._work(list(ids), settings, hand))
@@ -182,10 +182,10 @@ class Generator:
         sampling = {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0} if settings.temperature else {}
         torch.manual_seed(settings.seed)
         # of a model that reads an image or a sound alone, a prompt is what the decoder has written so far
-        alone = type(self._model).__name__ in classes_of(READS, TRANSCRIBES)
+        alone = type(self.model).__name__ in classes_of(READS, TRANSCRIBES)
         name = "decoder_input_ids" if alone else "input_ids"
         prompt = {name: torch.tensor([ids])} if ids else {}
-        self._model.generate(
+        self.model.generate(
             **prompt, max_new_tokens=settings.tokens, do_sample=bool(sampling), streamer=stream,
             stopping_criteria=[stopped], eos_token_id=sorted(settings.stop) or None, pad_token_id=0,
             **self._seen, **sampling,

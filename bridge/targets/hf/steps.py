@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from bridge.core.dtypes import DTYPES
+from bridge.core.records import changed
 from bridge.core.text import byte_count, fold_problems, grouped, pattern
 from bridge.core.values import Format, Numeric, Site, Slice, TensorSpec, main_dtype
 from bridge.planning.joined_and_cut import MIN_GROUP, OWN_SCALES_NOTE, block_of, fused_with, is_refit
@@ -227,7 +228,7 @@ class Drafting:
         """Assign every output to its shard, in the order of the model's state dict."""
         limit = byte_count(self._draft.options.shard_size, "shard_size")
         files = divide(_state_order(steps), limit, names_for(self._draft.config, self._draft.folder))
-        return [replace(s, outputs=tuple(replace(o, file=files[o.spec.name]) for o in s.outputs)) for s in steps]
+        return [changed(s, outputs=tuple(changed(o, file=files[o.spec.name]) for o in s.outputs)) for s in steps]
 
 
 def _one_tile(format_: Format, shape: tuple[int, int]) -> bool:

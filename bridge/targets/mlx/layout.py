@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.core.values import AFFINE, Encoding, Format, Numeric, code_bits
+from bridge.core.values import AFFINE, NARROW, Encoding, Format, Numeric, code_bits
 from bridge.quant.codec.blocks import HALF, STREAM
 
 GROUPS = (32, 64, 128)
@@ -45,6 +45,7 @@ def why_unsupported(format_: Format) -> str:
     first = format_.weight[0]
     nearest = "mxfp4_wo or affine4" if first.dtype == "float4_e2m1fn" else "affine8"
     nearest = "int4:rtn or affine4" if first.dtype == "int4" else nearest
+    nearest = f"affine{NARROW[first.dtype]}" if first.dtype in NARROW else nearest
     if format_.prescales:
         return f"mlx-lm divides no input by a pre-scale, as {format_.algorithm} needs; use int4:gptq or affine4"
     if len(format_.weight) > 1 or (first.two_level and not format_.input):

@@ -5,12 +5,14 @@ Every failure becomes an outcome; interrupts are raised, so that `convert` keeps
 
 from __future__ import annotations
 
+import shutil
 import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge.api.best.choose import calibration_of
 from bridge.api.conversion import RunOptions, run
 from bridge.api.request import Request, gate_of
 from bridge.api.verbs import calibrate
@@ -18,9 +20,10 @@ from bridge.calibration.data import Sampling
 from bridge.core.errors import BridgeError, disk_is_full, notes_of, reason
 from bridge.core.progress import Progress, no_progress
 from bridge.core.text import first_of
+from bridge.quant.schemes.recipe import layout_asked
 from bridge.reporting.report import Report, failures
 from bridge.streaming.context import Executor
-from bridge.workflows.batch.values import BELOW, DONE, FAILED, Event, Job, Outcome, Row, Watch
+from bridge.workflows.batch.values import BELOW, DONE, FAILED, Event, Job, Outcome, Row, Watch, folder_of_rules
 
 if TYPE_CHECKING:
     from bridge.workflows.chain.result import ChainReport
@@ -117,6 +120,7 @@ def request_of(row: Row, progress: Progress = no_progress) -> Request:
         device=row.device, config=row.config, tokenizer=row.tokenizer, verify=row.verify, overwrite=row.overwrite,
         resume=row.resume, progress=progress, memory=row.memory, runtime=row.runtime,
         options=row.options, compute=row.compute, base=row.base, adapter=row.adapter, gate=gate_of(row.gate),
+        candidates=row.candidates, rotate=row.rotate,
     )  # fmt: skip
 
 
@@ -127,9 +131,14 @@ def sampling_of(row: Row) -> Sampling:
 def _calibrate(job: Job, progress: Progress) -> None:
     row = job.row
     assert row.quant  # a row without a scheme calibrates nothing
+    if layout_asked(row.quant):
+        request, kept = request_of(row, progress), folder_of_rules(Path(job.calibrates))
+        calibration_of(request.source(), request, kept).save(job.calibrates)
+        shutil.rmtree(kept, ignore_errors=True)
+        return
     calibration = calibrate(
         row.model, row.quant, row.data or row.calib, kv=row.kv, device=row.device, config=row.config,
         tokenizer=row.tokenizer, samples=row.samples, sequence=row.sequence, field=row.field, progress=progress,
-        compute=row.compute, base=row.base, workers=1,
+        compute=row.compute, base=row.base, workers=1, rotate=row.rotate,
     )  # fmt: skip
     calibration.save(job.calibrates)

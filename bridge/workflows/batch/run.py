@@ -31,6 +31,7 @@ from bridge.workflows.batch.prepare.calibrations import (
     drop_calibrations,
     find_calibrations,
     make_jobs,
+    remove,
 )
 from bridge.workflows.batch.prepare.outputs import finished, refuse, without_disk
 from bridge.workflows.batch.prepare.plan import PlannedRow, UnreachableServers, plan_rows, unused_arguments
@@ -229,7 +230,7 @@ def _folder(summary: Path, options: BatchOptions) -> Iterator[Path]:
             raise WriteError(busy) from error
         for path in folder.iterdir() if not options.resume else ():
             if path.name != LOCK:
-                path.unlink()
+                remove(path)
         try:
             yield folder
         except BaseException as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from bridge.core.progress import BYTES
@@ -18,6 +19,11 @@ WORDS = {DONE: "done", BELOW: "FAILED parity", FAILED: "FAILED", PLANNED: "plann
 
 # Arguments that only a calibration uses.
 FOR_CALIBRATION = ("device", "data", "samples", "sequence", "field", "compute")
+
+
+def folder_of_rules(calibration: Path) -> Path:
+    """The folder of calibrations of single rules, while the best of them is chosen for `calibration`."""
+    return calibration.with_suffix(".rules")
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class Row:
     runtime: str | None = None
     compute: str | None = None
     gate: str | None = None
+    candidates: str | None = None
+    rotate: str | None = None
     chain: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     field: str | None = None  # the last one: after it the function of that name is not seen

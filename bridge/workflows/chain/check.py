@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bridge.api.request import Request, resolve
+from bridge.api.best.ahead import resolve_ahead
+from bridge.api.request import Request
 from bridge.api.sensitivity.budget import is_automatic, parse_automatic
 from bridge.calibration.data import Sampling
 from bridge.calibration.requirements import check_device, check_device_name, sampling_for
@@ -25,7 +26,9 @@ from bridge.core.parsing.problems import Problems
 from bridge.core.parsing.relative import PLACES
 from bridge.core.text import byte_count
 from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.recipe import layout_asked
 from bridge.sources.opening import open_source
+from bridge.sources.rotated.opening import rotated
 from bridge.sources.source import Source
 from bridge.workflows.chain.notes import digest_of, finished_step, is_noted
 from bridge.workflows.chain.read import VERBS, ChainStep
@@ -144,7 +147,7 @@ def _check_scheme(arguments: Mapping[str, Any]) -> None:
     quant = arguments["quant"]
     if is_automatic(quant):
         parse_automatic(quant)
-    elif quant not in (None, "none"):
+    elif quant not in (None, "none") and not ("candidates" in arguments and layout_asked(quant)):
         load_scheme(quant, arguments.get("kv"))
 
 
@@ -174,13 +177,17 @@ def _plan_convert(
     a, source = arguments, opened["model"]
     if source is None or not complete:
         return source, 0, 0
+    source = take(rotated, source, a["rotate"])
+    if source is None:
+        return None, 0, 0
     sampling = Sampling(a["samples"], a["sequence"], a["field"])
     request = Request(
         source, a["target"], None if is_automatic(a["quant"]) else a["quant"], a["out"], calib=a["calib"],
         data=a["data"], sampling=sampling, kv=a["kv"], device=a["device"], compute=a["compute"], runtime=a["runtime"],
         memory=None if a["memory"] is None else byte_count(a["memory"], "memory="), options=a["options"],
+        candidates=a["candidates"], group=a["group"], zero_points=a["zero_points"],
     )  # fmt: skip
-    resolved = take(resolve, source, request)
+    resolved, _ = take(resolve_ahead, source, request) or (None, None)
     if not resolved:
         return source, 0, 0
     memory = resolved.memory

@@ -9,10 +9,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from bridge.api.request import unwarned_data_of
-from bridge.calibration.data import Sampling
+from bridge.calibration.data import Data, Sampling
 from bridge.calibration.data.documents import CHARACTERS
+from bridge.calibration.data.windows import enough
 from bridge.core.errors import UsageError
 from bridge.sources.configs.positions import positions
+from bridge.verification.change import on_windows
 from bridge.workflows.distill.settings import Settings
 
 if TYPE_CHECKING:
@@ -67,13 +69,20 @@ def rows_of(source: Source, data: Any, field: str | None, settings: Settings) ->
     made = unwarned_data_of(source, data, sampling)
     if not made.batches or made.forward_loop:
         raise UsageError(f"data= (--data): training needs rows of tokens: {made.missing or 'a forward_loop has none'}")
-    held_out = _joined(made.held_out)
+    held_out = _joined(_measured_on(made, source, settings))
     trained = _joined(made.batches)
     parts = [trained, {name: rows[:HELD_OUT] for name, rows in held_out.items()}] if held_out else [trained]
     ids, mask = (torch.cat(_padded([part[name] for part in parts])) for name in ("input_ids", "attention_mask"))
     if not bool(mask.any(-1).all()):
         raise UsageError("data= (--data): a row has no token that its attention_mask keeps; leave such rows out")
     return Rows(ids, mask, len(trained["input_ids"]))
+
+
+def _measured_on(made: Data, source: Source, settings: Settings) -> Sequence[Mapping[str, Any]]:
+    """The windows that `convert` and `prune` measure on, or the held-out rows where windows are longer or too few."""
+    if enough(made.windows) and len(made.windows[0]) <= settings.sequence:
+        return on_windows(made, source).held_out
+    return made.held_out
 
 
 def drawn(rows: Rows, settings: Settings, step: int) -> list[int]:

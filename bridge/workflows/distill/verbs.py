@@ -70,8 +70,8 @@ def distill(
     Args:
         student: what `convert` takes, also `bridge.pruned(...)`; not quantized. A model in memory stays as it is.
         teacher: likewise, with the same vocabulary; it is not trained.
-        data: what `calibrate` takes, as much of a text file as the steps need; None takes the embedded text. Every
-            ninth row is held out.
+        data: what `calibrate` takes, as much of a text file as the steps need; None takes the embedded text. Held out
+            are the windows of text that `convert` evaluates on; every ninth row where `sequence` is below 512.
         steps, batch, sequence: each step trains on `batch` rows of `sequence` tokens, drawn by `seed` and step.
         lr: the largest learning rate: it rises in the first 50 steps, or a tenth of all, and falls along a cosine to a
             tenth. A fifth of the rate of training is usual; 1e-5 for quant= on 8 B.

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bridge.core.dtypes import DTYPES
+from bridge.core.records import plain
 from bridge.core.text import fold_layers, grouped, layer_numbers, pattern
-from bridge.core.values import plain
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.decode import as_floats
 from bridge.verification.outputs import relative_l2

@@ -30,7 +30,7 @@ from bridge.core.output.directory import output_directory
 from bridge.core.output.names import JOURNAL, MANIFEST
 from bridge.core.parsing.limited import parse_json
 from bridge.core.parsing.typed_json import typed
-from bridge.core.values import later, plain
+from bridge.core.records import later, plain
 from bridge.quant.codec.arrays import Array
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.core.display import Displayed, Table
-from bridge.core.values import plain
+from bridge.core.records import plain
 from bridge.reporting.columns import Columns
 from bridge.sources.pruned.scores import Scores
 from bridge.sources.pruned.source import PrunedSource

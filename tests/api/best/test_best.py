@@ -89,10 +89,43 @@ def test_where_no_model_can_be_measured_whole_a_rule_is_asked_for(verb: str, wor
         getattr(bridge, verb)(LLAMA, progress=False, **words)
 
 
-def test_a_recipe_asks_for_a_rule(tmp_path: Path) -> None:
-    (tmp_path / "mix.toml").write_text('base = "int8_wo"\n[[rule]]\nlayers = [0]\nquant = "int4:best"\n')
+MIX = 'base = "int8_wo"\n[[rule]]\nlayers = [0, 1]\nquant = "int4:best"\n'
+
+
+def test_a_recipe_may_ask_for_the_best_rule_of_one_layout(tmp_path: Path) -> None:
+    (tmp_path / "mix.toml").write_text(MIX)
+    plan = bridge.plan(LLAMA, "hf", tmp_path / "mix.toml")
+    (note,) = [note for note in plan.notes if note.startswith("mix:best measures")]
+    assert "mix:gptq, mix:imatrix, mix:rtn on" in note and plan.scheme == "mix:best"
+    free = bridge.convert(LLAMA, "hf", tmp_path / "mix.toml", tmp_path / "free", calib="none", **WORDS)
+    (tmp_path / "rtn.toml").write_text(MIX.replace(":best", ":rtn"))
+    bridge.convert(LLAMA, "hf", tmp_path / "rtn.toml", tmp_path / "rtn", verify=False, **WORDS)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("free", "rtn")]
+    assert free.passed and free.scheme == "mix:rtn" and weights[0] == weights[1]
+    (tmp_path / "two.toml").write_text(MIX + '[[rule]]\nlayers = [2]\nquant = "nvfp4_wo:best"\n')
+    with pytest.raises(SchemeError, match=r"int4:best and nvfp4_wo:best are choices of two layouts"):
+        bridge.plan(LLAMA, "hf", tmp_path / "two.toml")
+    with pytest.raises(UsageError, match="narrows the choice"):
+        bridge.plan(LLAMA, "hf", tmp_path / "rtn.toml", candidates="gptq")
     with pytest.raises(SchemeError, match=r"rule 1: .* here name the rule: int4:rtn"):
-        bridge.plan(LLAMA, "hf", tmp_path / "mix.toml")
+        load_scheme(tmp_path / "mix.toml")
+
+
+@pytest.mark.slow
+def test_the_rule_of_a_recipe_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    for rule in ("best", "gptq", "imatrix"):
+        (tmp_path / f"{rule}.toml").write_text(MIX.replace("best", rule))
+    report = bridge.convert(LLAMA, "hf", tmp_path / "best.toml", tmp_path / "best", candidates="gptq,imatrix", **SMALL)
+    (note,) = [note for note in report.notes if note.startswith("best:best took")]
+    rule = report.scheme.partition(":")[2]
+    assert report.passed and f"took best:{rule} on 64 held-out tokens: KL" in note
+    bridge.convert(LLAMA, "hf", tmp_path / f"{rule}.toml", tmp_path / rule, verify=False, **SMALL)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("best", rule)]
+    assert weights[0] == weights[1]
+    saved = tmp_path / "best" / "bridge" / "calibration.safetensors"
+    again = bridge.convert(LLAMA, "hf", tmp_path / "best.toml", tmp_path / "again", calib=saved, verify=False, **WORDS)
+    assert note in again.notes and again.scheme == report.scheme
 
 
 def test_without_data_the_rule_of_the_table_is_taken(tmp_path: Path) -> None:

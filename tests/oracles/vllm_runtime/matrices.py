@@ -28,7 +28,10 @@ def times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
 
 
 class WNA16(MPLinearKernel):
-    """INT4 and INT8 weights of compressed-tensors (packed along in, [out, in]), GPTQ and AWQ ([in, out])."""
+    """Integer weights of compressed-tensors (packed along in, [out, in]), GPTQ and AWQ ([in, out]).
+
+    INT8 inputs, which vLLM tells Humming's kernel of, have one scale a token.
+    """
 
     get_min_capability = classmethod(lambda cls: 0)
     can_implement = yes
@@ -38,6 +41,10 @@ class WNA16(MPLinearKernel):
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         packed, scale, zeros = self._get_weight_params(layer)
+        if inputs := getattr(layer, "_humming_input_quant_config", None):
+            assert (inputs["num_bits"], inputs["strategy"], inputs["symmetric"]) == (8, "token", True)
+            codes, of_token = activations.int8(x, None)
+            x = codes * of_token
         config, bits = self.config, self.config.weight_type.size_bits
         rows, columns = config.partition_weight_shape[1], config.partition_weight_shape[0]
         assert packed.input_dim == packed.packed_dim, "the kernels of vLLM want codes packed along the inputs"

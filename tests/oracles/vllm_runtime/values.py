@@ -8,8 +8,12 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def unpacked(words: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
-    """Codes of 32-bit words, lowest bits first, along an axis."""
+    """Codes of 32-bit words, lowest bits first, along an axis; they may lie across the ends of words."""
     words = words.movedim(axis, -1)
+    if 32 % bits:
+        stream = ((words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32)) & 1).flatten(-2)
+        stream = stream[..., : stream.shape[-1] // bits * bits].unflatten(-1, (-1, bits))
+        return (stream << torch.arange(bits, dtype=torch.int32)).sum(-1).movedim(-1, axis)
     codes = (words.unsqueeze(-1) >> (torch.arange(32 // bits, dtype=torch.int32) * bits)) & (2**bits - 1)
     return codes.reshape(*words.shape[:-1], -1).movedim(-1, axis)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32  # noqa: E402
 from compressed_tensors.quantization import preset_name_to_scheme  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPT2Config, GPT2LMHeadModel  # noqa: E402
@@ -22,6 +24,8 @@ from bridge.core.values import Numeric  # noqa: E402
 from bridge.planning.contract_files import load_runtime  # noqa: E402
 from bridge.planning.contracts import verdict  # noqa: E402
 from bridge.quant.calibration import Calibration, Provenance  # noqa: E402
+from bridge.quant.codec.kernels import INTEGER_RANGE  # noqa: E402
+from bridge.quant.codec.packing import packed_codes, unpacked_codes  # noqa: E402
 from bridge.quant.schemes.load import load_scheme  # noqa: E402
 from bridge.sources.opening import open_source  # noqa: E402
 from bridge.targets.hf.compressed_tensors import quantization_config  # noqa: E402
@@ -29,6 +33,8 @@ from tests.oracles import compressed_oracle, export_oracle, llm_compressor_golde
 
 # compressed-tensors' presets that have a byte here, but for those with MX blocks
 PRESETS = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A16", "W4A16", "W4A16_ASYM", "W4AFP8", "NVFP4A16", "NVFP4")
+NARROW_DTYPES = ("int2", "int3", "int5", "int6")
+NARROW = ("W4A8", "W2A16", "W3A16", "W3A8", "W5A16", "W6A16")
 MX = ("MXFP8", "MXFP8A16", "MXFP4", "MXFP4A16")
 STATIC = ("FP8", "NVFP4")
 IDS = torch.randint(0, 80, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -134,7 +140,7 @@ def test_experts_in_fp8_may_have_a_scale_each(tmp_path: Path, model: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow), "float32"])
-@pytest.mark.parametrize("preset", [*PRESETS, *MX])
+@pytest.mark.parametrize("preset", [*PRESETS, *NARROW, *MX])
 def test_tensors_are_those_of_compressed_tensors(tmp_path: Path, preset: str, dtype: str) -> None:
     source, model = source_model(tmp_path / "source", dtype)
     theirs = load_file(compressed_oracle.compress(model, preset, tmp_path / "theirs") / "model.safetensors")
@@ -147,7 +153,7 @@ def test_tensors_are_those_of_compressed_tensors(tmp_path: Path, preset: str, dt
         assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, *MX])
+@pytest.mark.parametrize("preset", [*PRESETS, *NARROW, *MX])
 def test_logits_in_transformers_are_those_of_our_weights(tmp_path: Path, preset: str) -> None:
     source, _ = source_model(tmp_path / "source")
     out = convert(source, preset, tmp_path / "out")
@@ -160,8 +166,10 @@ def test_logits_in_transformers_are_those_of_our_weights(tmp_path: Path, preset:
             assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(IDS).logits, ours)
 
 
-@pytest.mark.parametrize("dtype", ["int4", "int8"])
-@pytest.mark.parametrize("block", [16, 32, 64, None])
+@pytest.mark.parametrize(
+    ("dtype", "block"),
+    [*itertools.product(("int4", "int8"), (16, 32, 64, None)), *itertools.product(NARROW_DTYPES, (32, 64))],
+)
 def test_transformers_loads_integers_in_groups_of_any_size(tmp_path: Path, dtype: str, block: int | None) -> None:
     """Its contract has a row for each: a kernel would take some, and it decodes all."""
     source, _ = source_model(tmp_path / "source")
@@ -178,6 +186,39 @@ def test_transformers_loads_integers_in_groups_of_any_size(tmp_path: Path, dtype
     with torch.no_grad():
         ours = open_source(out).load_model()(IDS).logits
         assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(IDS).logits, ours)
+
+
+@pytest.mark.parametrize("dtype", NARROW_DTYPES)
+@pytest.mark.parametrize("cols", [31, 64, 97])
+def test_codes_of_few_bits_are_packed_as_compressed_tensors_packs_them(dtype: str, cols: int) -> None:
+    """Also along rows that end within a word."""
+    low, high = (int(end) for end in INTEGER_RANGE[dtype])
+    codes = np.random.default_rng(cols).integers(low, high + 1, (5, cols)).astype(np.int8)
+    words = packed_codes(codes.view(np.uint8), dtype, "int32")
+    assert np.array_equal(words, pack_to_int32(torch.from_numpy(codes), int(dtype[-1])).numpy())
+    assert np.array_equal(unpacked_codes(words, dtype, "int32", cols).view(np.int8), codes)
+
+
+@pytest.mark.parametrize("dtype", NARROW_DTYPES)
+def test_zero_points_of_few_bits_are_those_of_compressed_tensors(tmp_path: Path, dtype: str) -> None:
+    source, model = source_model(tmp_path / "source")
+    gate = "cosine = 0.8\nnorm = [0.5, 1.5]"
+    (tmp_path / "own.toml").write_text(
+        f'summary = "own"\nrounding = "llm-compressor"\n[[weight]]\ndtype = "{dtype}"\nper = "block"\nblock = [128]\n'
+        f"zero_points = true\n[parity.tensor]\n{gate}\n[parity.output]\n{gate}\n"
+    )
+    theirs = load_file(
+        compressed_oracle.compress(model, f"W{dtype[-1]}A16", tmp_path / "theirs", symmetric=False)
+        / "model.safetensors"
+    )
+    report = bridge.convert(source, target="hf", quant=tmp_path / "own.toml", out=tmp_path / "out")
+    ours = load_file(tmp_path / "out" / "model.safetensors")
+    assert report.passed and ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    plain = CompressedTensorsConfig(dequantize=True)
+    with torch.no_grad():
+        answer = AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=plain)(IDS).logits
+        assert torch.equal(answer, open_source(tmp_path / "out").load_model()(IDS).logits)
 
 
 @pytest.mark.slow

@@ -73,6 +73,7 @@ class Cell:
 
 
 OF_TENSORS = r"shape '\[\]' is invalid for input of size"  # its experts in FP8 have one scale a tensor
+OF_INTEGERS = "No W4A8 Int8 MoE backend|Unsupported FusedMoe scheme"  # inputs in INT8
 CELLS = (
     Cell("fp8", reference="modelopt", tolerance=TIES),
     Cell("fp8", "compressed-tensors", reference="modelopt", tolerance=TIES),
@@ -83,6 +84,12 @@ CELLS = (
     Cell("fp8_block_dynamic", "compressed-tensors"),
     Cell("fp8_block_dynamic", "deepseek"),
     Cell("int8_pc_pt", "compressed-tensors", reference="inputs", tolerance=TIES),
+    Cell("w4a8_int8", "compressed-tensors", reference="inputs", tolerance=TIES, experts=OF_INTEGERS),
+    *(
+        Cell(f"ct:W{bits}A8", "compressed-tensors", reference="inputs", tolerance=TIES, experts=OF_INTEGERS)
+        for bits in (2, 3, 5, 6)
+    ),
+    *(Cell(f"int{bits}:rtn", "compressed-tensors") for bits in (2, 3, 5, 6)),
     Cell("w4a8_fp8", "compressed-tensors", reference="inputs", tolerance=SCALES, experts="must be divisible by 256"),
     Cell("mxfp4", "compressed-tensors"),  # as mxfp4_wo: where no kernel quantizes inputs, Marlin leaves them
     Cell("int8_wo", "compressed-tensors"),
@@ -114,6 +121,7 @@ CELLS = (
 NO_INPUTS = "For Fused MoE layers|has no attribute 'num_bits'"  # experts in FP8 ask for a format of inputs
 CELLS += (  # schemes of one's own
     *(Cell(own, "compressed-tensors") for own in (*own_schemes.INT4, *own_schemes.INT8)),
+    *(Cell(own, "compressed-tensors") for own in own_schemes.NARROW),
     *(Cell(own, "gptq") for own in (*own_schemes.INT4, *own_schemes.INT8)),
     *(Cell(own, "awq") for own in own_schemes.INT4[1:]),
     *(Cell(own, "compressed-tensors", experts=NO_INPUTS) for own in (own_schemes.CHANNELS, own_schemes.TENSORS)),

@@ -74,14 +74,14 @@ def test_a_name_too_long_for_the_disk_fails_its_row(tmp_path: Path) -> None:
 
 
 def test_a_bug_while_a_row_is_planned_costs_that_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = planning.resolve
+    plan = planning.resolve_ahead
 
-    def broken(source: Any, request: Any) -> Any:
+    def broken(source: Any, request: Any, here: bool) -> Any:
         if request.quant == "int8_wo":
             raise KeyError("bug")
-        return plan(source, request)
+        return plan(source, request, here)
 
-    monkeypatch.setattr(planning, "resolve", broken)
+    monkeypatch.setattr(planning, "resolve_ahead", broken)
     report = bridge.batch(written(tmp_path, "int8_wo", "int4_wo"), dry_run=True)
     assert [outcome.status for outcome in report.outcomes.values()] == [FAILED, PLANNED]
     assert report.outcomes["int8_wo"].kind == CRASH and "unexpected KeyError: a bug" in report.outcomes["int8_wo"].error

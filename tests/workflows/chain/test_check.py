@@ -34,6 +34,8 @@ LATER = [
     ("verb    = \"distill\"", "verb = \"distill\"\nquant = \"fp9\"", "step trained: quant='fp9' is unknown"),
     ("quant = \"int8_wo\"", "quant = \"int9\"", "step coded: quant='int9' is unknown"),
     ("quant = \"int8_wo\"", "quant = \"gone.toml\"", "step coded: quant = '"),
+    ("quant = \"int8_wo\"", "quant = \"int4:best\"\ncandidates = \"awqq\"", "candidates='awqq' (--candidates)"),
+    ("verb    = \"distill\"", "verb = \"distill\"\nquant = \"int4:best\"", "quant='int4:best' is a choice"),
     ("target = \"hf\"", "target = \"hff\"", "step coded: target 'hff' is unknown"),
     ("target = \"hf\"", "target = \"hf\"\nmemory = \"lots\"", "step coded: memory= 'lots' is not a size"),
     ("target = \"hf\"", "target = \"hf\"\ncalib = \"gone.safetensors\"", "gone.safetensors': there is no such file"),
@@ -89,6 +91,13 @@ def test_what_needs_an_unknown_output_is_left_to_its_step(tmp_path: Path) -> Non
     text = CHAIN.replace('verb    = "distill"', 'verb = "distill"\nquant = "int4_wo"')
     told = refused(tmp_path, text.replace('target = "hf"\nquant = "int8_wo"', 'target = "hf"\nquant = "int9"'))
     assert "step coded: quant='int9' is unknown" in told and "step trained" not in told
+
+
+def test_a_step_takes_the_best_rule(tmp_path: Path) -> None:
+    text = ONE + 'quant = "int4:best"\nsamples = 4\nsequence = 64\ncandidates = "rtn,imatrix"\n'
+    (step,) = bridge.chain(written(tmp_path, text), progress=False).steps
+    (note,) = [note for note in step.report.notes if note.startswith("int4:best took")]
+    assert step.passed and f"int4:best took {step.report.scheme} on" in note
 
 
 def test_every_path_is_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ _FIELD = re.compile(r"\{(\w*)\}")
 _CONFIG = "expected a path, or a table with entries of config.json"
 TEXTS = (
     "name", "model", "target", "quant", "out", "calib", "data", "field", "kv", "device", "tokenizer", "base", "adapter",
-    "runtime", "compute", "gate", "chain",
+    "runtime", "compute", "gate", "candidates", "rotate", "chain",
 )  # fmt: skip
 FLAGS = ("verify", "overwrite")
 COUNTS = ("shards", "samples", "sequence")
@@ -37,6 +37,8 @@ UNCHANGED = (
     "runtime",
     "compute",
     "gate",
+    "candidates",
+    "rotate",
     "adapter",
     *COUNTS,
     "timeout",

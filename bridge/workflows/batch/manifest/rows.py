@@ -18,6 +18,7 @@ from bridge.core.parsing.relative import absolute, resolved
 from bridge.core.text import byte_count, first_of, nearest, number
 from bridge.quant.schemes.catalog import kv_numeric
 from bridge.quant.schemes.load import load_scheme
+from bridge.quant.schemes.recipe import layout_asked
 from bridge.targets import Target, load_target, make_options, target_names
 from bridge.workflows.batch.manifest.keys import (
     OF_CHAINS,
@@ -243,13 +244,19 @@ def _check_options(target: Target, options: dict[str, Any], entry: _Entry) -> No
             entry.take(make_options, target, options, of=options)
 
 
+def _load(quant: str, kv: str | None) -> None:
+    """Load a scheme; of a choice among rules, the plan says what is wrong."""
+    if layout_asked(quant) is None:
+        load_scheme(quant, kv)
+
+
 def _check_scheme(quant: str | None, kv: str | None, entry: _Entry) -> None:
     """Note the problems of a scheme and of a KV cache, each alone, then of both together."""
     load = entry.builder.load
     kv_known = kv and entry.take(load, kv_numeric, kv, of=["kv"])
-    quant_known = quant and quant != "none" and entry.take(load, load_scheme, quant, None, of=["quant"])
+    quant_known = quant and quant != "none" and entry.take(load, _load, quant, None, of=["quant"])
     if kv_known and quant_known:
-        entry.take(load, load_scheme, quant, kv, of=["quant", "kv"])
+        entry.take(load, _load, quant, kv, of=["quant", "kv"])
 
 
 def _row(entry: _Entry, words: dict[str, Any]) -> Row | None:

@@ -8,6 +8,7 @@ have the same path in the manifest; torch, ModelOpt and this package must have t
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -75,8 +76,14 @@ def drop_calibrations(
     own = {calibration_file(folder, one.key) for one in planned}
     with suppress(OSError):
         for file in folder.iterdir():
-            if file.name != LOCK and file not in needed and (every or file in own):
-                file.unlink()
+            of = file.with_suffix(".safetensors")
+            if file.name != LOCK and of not in needed and (every or of in own):
+                remove(file)
+
+
+def remove(path: Path) -> None:
+    """Remove a calibration, or a folder of those of rules."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def make_jobs(pending: Sequence[PlannedRow], folder: Path, memory: int | None) -> list[Job]:
@@ -98,7 +105,13 @@ def make_jobs(pending: Sequence[PlannedRow], folder: Path, memory: int | None) -
             calibrated: dict[str, Any] = {"calib": str(file), **dict.fromkeys(FOR_CALIBRATION)}
             row = replace(row, **calibrated)
         jobs[f"row {row.name}"] = Job(
-            row.name, row, min(one.memory, most), one.work, after=after, runs=bool(one.key), timeout=row.timeout
+            row.name,
+            row,
+            min(one.memory, most),
+            one.work,
+            after=after,
+            timeout=row.timeout,
+            runs=bool(one.key) and one.measured is None,  # a choice ran the model; as in convert, the file is not run
         )
     return list(jobs.values())
 

@@ -71,7 +71,7 @@ def _outcome(planned: PlannedRow, out: Path) -> Outcome | None:
         return None
     try:
         report = report_from_dict(load_json(out / "report.json"))
-        if not _same(planned, report):
+        if not _same(planned, report, out):
             return None
         outcome = outcome_of(planned.row.name, report)
     except (KeyError, TypeError, AttributeError):  # not the keys and types of a report
@@ -79,11 +79,12 @@ def _outcome(planned: PlannedRow, out: Path) -> Outcome | None:
     return outcome if loaded_bytes(out, planned.row.target) == report.bytes else None
 
 
-def _same(planned: PlannedRow, report: Report) -> bool:
+def _same(planned: PlannedRow, report: Report, out: Path) -> bool:
     """True if plan, source and version are the row's, and the output was verified if the row asks for that."""
     identity = (report.plan_digest, report.made_from.get("fingerprint of the source"), report.versions.get("qbridge"))
     verified = report.compared or not planned.row.verify
-    return identity == (planned.digest, planned.fingerprint, __version__) and verified
+    digest = planned.measured(Calibration.load(out / CALIBRATION)) if planned.measured else planned.digest
+    return identity == (digest, planned.fingerprint, __version__) and verified
 
 
 def _same_calibration(planned: PlannedRow, calibrations: Mapping[str, str], file: Path) -> bool:
@@ -93,7 +94,8 @@ def _same_calibration(planned: PlannedRow, calibrations: Mapping[str, str], file
         return file_digest(file) == calibrations[planned.key]
     provenance, now = Calibration.load(file).provenance, versions()
     same = all(now.get(package) == version for package, version in provenance.versions.items())
-    return same and (provenance.scheme_digest, provenance.data_digest) == planned.statistics
+    *schemes, data = planned.statistics or ("",)
+    return same and provenance.scheme_digest in schemes and provenance.data_digest == data
 
 
 def file_digest(path: Path) -> str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from bridge.api.request import ResolvedRequest, data_of, resolve
-from bridge.calibration.requirements import check_device, sampling_for
+from bridge.api.best.ahead import digest_as_measured, resolve_ahead
+from bridge.api.best.candidates import Candidates
+from bridge.api.request import ResolvedRequest, data_of
+from bridge.calibration.data import Sampling
+from bridge.calibration.requirements import check_device, default_samples
 from bridge.core.addresses import is_remote, server_of, shown
 from bridge.core.errors import BridgeError, CalibrationError, SourceError, UsageError, is_unreachable
 from bridge.core.parsing.problems import Problems
@@ -17,8 +21,9 @@ from bridge.core.remote.staged import staging_path
 from bridge.core.remote.upload import check_out
 from bridge.core.version import versions
 from bridge.planning.memory import FRAMEWORKS, FRESH, RUN_BYTES_PER_VALUE, process_memory
-from bridge.quant.schemes.scheme import Scheme
+from bridge.quant.calibration import Calibration
 from bridge.sources.opening import open_source
+from bridge.sources.rotated.opening import rotated
 from bridge.sources.source import Source
 from bridge.targets import load_target
 from bridge.workflows.batch.job import failure, outcome_of_chain, request_of, sampling_of
@@ -34,9 +39,10 @@ class PlannedRow:
     `memory`: planned bytes of its process; `least`: bytes without which it fails (with less than `memory`, only the
     comparison at the end fails). `disk`: bytes on disk; `bytes`: the plan's part of them. `work`: bytes read and
     written. `values`: the model's. `key`: for rows that calibrate, a digest of everything the statistics depend on;
-    rows with the same key share a calibration. `statistics`: digests of its scheme and data, () if unknown.
-    `calibration`: the digest of a given one. `side_files`: name and digest. `kept`: how a chain ended whose steps an
-    earlier run finished.
+    rows with the same key share a calibration. `statistics`: digests of its scheme, or rules, and data; () if unknown.
+    `calibration`: the digest of a given one. `measured`: of a choice such as int4:best, the plan's digest with the rule
+    that a calibration was made for. `side_files`: name and digest. `kept`: how a chain ended whose steps an earlier run
+    finished.
     """
 
     row: Row
@@ -51,6 +57,7 @@ class PlannedRow:
     key: str = ""
     statistics: tuple[str, ...] = ()
     calibration: str = ""
+    measured: Callable[[Calibration], str] | None = None
     side_files: tuple[tuple[str, str], ...] = ()
     failed: Outcome | None = None
     kept: Outcome | None = None
@@ -113,7 +120,8 @@ class _Opened:
         if name not in self.sources:
             self.unreachable.check(row.model, SourceError)
             try:
-                self.sources[name] = open_source(row.model, row.config, row.tokenizer, row.base, row.adapter)
+                opened = open_source(row.model, row.config, row.tokenizer, row.base, row.adapter)
+                self.sources[name] = rotated(opened, row.rotate)
                 self.unreachable.answered(row.model)
             except BridgeError as error:
                 self.sources[name] = error
@@ -123,9 +131,8 @@ class _Opened:
             raise source
         return source
 
-    def data_digest(self, row: Row, scheme: Scheme) -> str:
+    def data_digest(self, row: Row, sampling: Sampling) -> str:
         """The digest of the row's calibration data; an error if the tokenizer or the data are missing."""
-        sampling = sampling_for(sampling_of(row), scheme)
         name = json.dumps([_model_of(row), *_data_of(row), sampling.default])
         if name not in self.data:
             data = data_of(self.source(row), row.data or row.calib, sampling)
@@ -136,7 +143,9 @@ class _Opened:
 
 
 def _model_of(row: Row) -> str:
-    return json.dumps([row.model, row.config, row.tokenizer, row.base, row.adapter], sort_keys=True, default=str)
+    return json.dumps(
+        [row.model, row.config, row.tokenizer, row.base, row.adapter, row.rotate], sort_keys=True, default=str
+    )
 
 
 def _data_of(row: Row) -> tuple[str | None, int | str | None, int | None, str | None]:
@@ -146,12 +155,15 @@ def _data_of(row: Row) -> tuple[str | None, int | str | None, int | None, str | 
 
 def _plan(row: Row, opened: _Opened, engine: Engine) -> PlannedRow:
     source = opened.source(row)
+    request = replace(request_of(row), out=_staging_path(row, engine))
+    resolved, found = resolve_ahead(source, request, engine.here)
     statistics: tuple[str, ...] = ()
-    resolved = resolve(source, replace(request_of(row), out=_staging_path(row, engine)))
     if engine.here and resolved.uncalibrated:
         assert resolved.scheme
         check_device(resolved.scheme, row.device)
-        statistics = (resolved.scheme.digest, opened.data_digest(row, resolved.scheme))
+        sampling = replace(sampling_of(row), default=found.samples if found else default_samples(resolved.scheme))
+        schemes = [one.scheme for one in found.rules] if found else [resolved.scheme]
+        statistics = (*(scheme.digest for scheme in schemes), opened.data_digest(row, sampling))
     values = sum(spec.size for spec in source.specs.values())
     stored = sum(spec.nbytes for spec in source.specs.values())
     stream = FRESH + load_target(row.target).base_memory + resolved.memory
@@ -166,9 +178,10 @@ def _plan(row: Row, opened: _Opened, engine: Engine) -> PlannedRow:
         bytes=resolved.plan.disk,
         work=stored + resolved.plan.disk,
         values=values,
-        key=_key(row, resolved) if resolved.uncalibrated else "",
+        key=_key(row, resolved, found) if resolved.uncalibrated else "",
         statistics=statistics,
         calibration=resolved.calibration.digest if resolved.calibration else "",
+        measured=partial(digest_as_measured, source, request) if found else None,
         side_files=tuple((name, content_digest(source.side_files[name])) for name in resolved.plan.side_files),
     )
 
@@ -210,8 +223,8 @@ def _staging_path(row: Row, engine: Engine) -> Path:
     return staging_path(row.out)
 
 
-def _key(row: Row, resolved: ResolvedRequest) -> str:
-    """A digest of what decides the statistics: model, scheme, data, tokenizer, device, package versions."""
+def _key(row: Row, resolved: ResolvedRequest, found: Candidates | None) -> str:
+    """A digest of what decides the statistics: model, scheme or rules, data, tokenizer, device, package versions."""
     source, scheme = resolved.source, resolved.scheme
     assert scheme
     files = sorted((name, content_digest(content)) for name, content in source.side_files.items())
@@ -219,6 +232,7 @@ def _key(row: Row, resolved: ResolvedRequest) -> str:
     data = content_digest(Path(given)) if given and Path(given).is_file() else given
     parts = [versions(), source.fingerprint, files, row.tokenizer, scheme.name, scheme.digest, data, sampling]
     parts += [row.device, *([row.compute] if row.compute else [])]
+    parts += [found.name, [(one.name, one.scheme.digest) for one in found.rules]] if found else []
     return _digest(json.dumps(parts, sort_keys=True).encode())
 
 

@@ -28,6 +28,7 @@ from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
 from bridge.quant.schemes.scheme import Scheme
 from bridge.sources.opening import open_source
+from bridge.sources.rotated.opening import rotated
 from bridge.sources.source import Source
 from bridge.streaming.context import ConversionContext, Partition, StepResult
 from bridge.streaming.run import run_partition
@@ -163,7 +164,7 @@ def same_source(offer: Offer) -> Source:
             f"{node} has qbridge {__version__}, the row's node has {offer.version}; install the same version on all"
         )
     try:
-        source = open_source(row.model, row.config, None, row.base, row.adapter)
+        source = rotated(open_source(row.model, row.config, None, row.base, row.adapter), row.rotate)
     except BridgeError as error:
         raise SourceError(f"{model}: cannot be opened on {node}, unlike on the row's node: {error}") from error
     if source.fingerprint != offer.fingerprint:
