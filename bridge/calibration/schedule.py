@@ -9,12 +9,13 @@ from typing import Any
 from bridge.calibration.algorithms.clips import rows_at_once
 from bridge.calibration.quantizers import QuantizerBinding, calibrator
 from bridge.core.values import Format
-from bridge.quant.schemes.grammar import ALGORITHMS
+from bridge.quant.schemes.grammar import ALGORITHMS, HEADROOM
 from bridge.quant.schemes.scheme import Scheme, is_calibrated, is_measured
 
 # Runs of the whole data, in the order of the algorithms: first those that leave the weights as they are, last GPTQ.
 PASSES = {
-    "max": 1, "mse": 1, "awq_clip": 1, "smoothquant": 1, "awq": 2, "awq_full": 3, "local_hessian": 2, "gptq": 2,
+    "max": 1, HEADROOM: 1, "mse": 1, "awq_clip": 1, "smoothquant": 1, "awq": 2, "awq_full": 3, "local_hessian": 2,
+    "gptq": 2,
 }  # fmt: skip
 SMOOTHS = ("smoothquant", "awq", "awq_full")
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 FAMILIES = (
-    "INT8", "INT4", "FP8", "NVFP4", "MX", "llama.cpp", "MLX",
+    "INT8", "INT2 to INT6", "FP8", "NVFP4", "MX", "llama.cpp", "MLX",
 )  # fmt: skip
 OF_LLAMA = re.compile(r"i?q\d")
 
@@ -52,7 +52,8 @@ def family(name: str) -> str:
         return "MLX"
     if "e8m0" in words:
         return "MX"
-    return {"fp4": "NVFP4"}.get(kind := words.split()[0], kind.upper())
+    kind = words.split()[0]
+    return "NVFP4" if kind == "fp4" else "INT2 to INT6" if re.match(r"int[2-6]", kind) else kind.upper()
 
 
 def family_page(title: str) -> str:

@@ -217,9 +217,9 @@ def test_words_without_a_scheme_get_a_hint_that_names_schemes(word: str) -> None
 
 
 NVFP4 = [
-    "nvfp4", "nvfp4:gptq", "nvfp4:imatrix", "nvfp4:mse", "nvfp4_awq", "nvfp4_experts_only", "nvfp4_four_over_six",
-    "nvfp4_gptq", "nvfp4_input_scale1", "nvfp4_local_hessian", "nvfp4_mlp_only", "nvfp4_mse", "nvfp4_wo",
-    "nvfp4_wo:gptq", "nvfp4_wo:imatrix", "nvfp4_wo:mse", "nvfp4_wo_mse",
+    "nvfp4", "nvfp4:gptq", "nvfp4:imatrix", "nvfp4:mse", "nvfp4_act_headroom", "nvfp4_awq", "nvfp4_experts_only",
+    "nvfp4_four_over_six", "nvfp4_gptq", "nvfp4_input_scale1", "nvfp4_local_hessian", "nvfp4_mlp_only", "nvfp4_mse",
+    "nvfp4_wo", "nvfp4_wo:gptq", "nvfp4_wo:imatrix", "nvfp4_wo:mse", "nvfp4_wo_mse",
 ]  # fmt: skip
 BEST = ["nvfp4:best", "nvfp4_wo:best"]
 MX = ["mxfp4", "mxfp4_wo", "mxfp4_wo:best", "mxfp4_wo:gptq", "mxfp4_wo:imatrix", "mxfp4_wo:rtn", "mxfp8", "mxfp8_wo"]

@@ -35,6 +35,7 @@ PRESETS = {
     "fp8_block": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
     "nvfp4_wo": "W4A16_NVFP4_CFG",
     "nvfp4_input_scale1": "NVFP4_DEFAULT_CFG",
+    "nvfp4_act_headroom": "NVFP4_DEFAULT_CFG",  # general/ptq/nvfp4_act_headroom-kv_fp8_cast.yaml
     "int4_mse": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
     "int4_gptq": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
     "nvfp4_gptq": "NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG",  # static weights; general/ptq/nvfp4_default-kv_none-gptq.yaml
@@ -125,8 +126,8 @@ def ask(
     if "awq" in scheme:
         method = {"int4_awq_clip": "awq_clip", "int4_awq_full": "awq_full"}.get(scheme, "awq_lite")
         config["algorithm"] = {"method": method, "debug": True} | ({} if method == "awq_clip" else {"alpha_step": 0.1})
-    if scheme == "int4_mse":
-        config["algorithm"] = "mse"
+    if scheme in ("int4_mse", "nvfp4_act_headroom"):
+        config["algorithm"] = {"int4_mse": "mse"}.get(scheme, scheme)
     if scheme.endswith("gptq"):
         config["algorithm"] = {"method": "gptq"}
     if scheme == "nvfp4_wo_mse":

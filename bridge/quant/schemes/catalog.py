@@ -17,6 +17,7 @@ from bridge.quant.describe import numeric as numeric_in_words
 from bridge.quant.describe import weights
 from bridge.quant.schemes.grammar import (
     ALGORITHMS,
+    HEADROOM,
     check_keys,
     parse_activation,
     parse_only,
@@ -229,6 +230,8 @@ def _scheme(name: str, words: dict[str, Any], where: str) -> Scheme:
             f"{where}: algorithm {algorithm!r} clips INT4 in blocks along `in`, without [input] or search"
         )
     _check_chosen(algorithm, numerics, where)
+    if algorithm == HEADROOM and (entry is None or not entry.two_level or entry.constant):
+        raise SchemeError(f"{where}: algorithm {algorithm!r} is for [input] of NVFP4 whose amax is measured")
     return Scheme(
         name=name,
         summary=str(words["summary"]),

@@ -14,6 +14,7 @@ from bridge.core.parsing.limited import load_toml
 from bridge.core.text import nearest
 from bridge.core.values import AFFINE, FOUR_OVER_SIX, LLM_COMPRESSOR, MAXBOUND, MSE, NARROW, SEARCHES, WEIGHTED, Numeric
 
+HEADROOM = "nvfp4_act_headroom"
 ALGORITHMS = {
     # algorithm -> the parameters it takes, with ModelOpt's default
     "max": {},
@@ -23,6 +24,7 @@ ALGORITHMS = {
     "awq_full": {"alpha_step": 0.1, "min_clip_ratio": 0.5, "shrink_step": 0.05},  # awq, then awq_clip
     "imatrix": {},  # llama.cpp's: errors are weighted by the mean square of the input of each `in`
     "local_hessian": {},
+    HEADROOM: {},  # of NVFP4 inputs: ModelOpt's own percentiles and factor
     "gptq": {"perc_damp": 0.01},
     "signround": {"perc_damp": 0.01, "rate": 0.25, "steps": 200},  # from the codes of gptq
 }

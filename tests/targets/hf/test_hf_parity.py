@@ -88,6 +88,7 @@ def allowed(family: str, scheme: str) -> list[dict[str, Any]]:
         ("llama", "fp8_block", None, ("fp16", "fp16"), "10GB"),
         ("llama", "mxfp8", None, ("bf16", "bf16"), "10GB"),
         ("llama", "nvfp4_input_scale1", None, ("fp32", "bf16"), "10GB"),
+        ("llama", "nvfp4_act_headroom", None, ("bf16", "bf16"), "10GB"),
         ("llama", "w4a8_nvfp4_fp8", "fp8", ("fp32", "bf16"), "10GB"),
         ("llama-tied", "nvfp4_wo", "fp8", ("bf16", "bf16"), "300KB"),
         ("gemma3", "int4_awq", None, ("fp32", "fp32"), "10GB"),
