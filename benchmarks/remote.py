@@ -27,7 +27,7 @@ import numpy as np
 import urllib3
 from checkpoint import SMALL, make_checkpoint, run
 
-from bridge.core.aligned_buffers import aligned_empty
+from bridge.core.arrays import aligned_empty
 from bridge.core.machine import cores
 from bridge.planning.memory import PIECE
 from bridge.sources.opening import open_source

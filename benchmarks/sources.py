@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from checkpoint import SMALL, make_checkpoint
 
-from bridge.core.aligned_buffers import aligned_empty
+from bridge.core.arrays import aligned_empty
 from bridge.core.files.span import read_rows_into
 from bridge.sources.opening import open_source
 from bridge.sources.source import Source

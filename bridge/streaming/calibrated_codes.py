@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.values import NARROW, Format, TensorSpec
 from bridge.planning.plan import Step
 from bridge.quant.calibration import Calibration, of_expert

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.dtypes import DTYPES, FLOATS, from_float32, to_float32
 from bridge.core.errors import SourceError
 from bridge.core.values import TensorSpec

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.errors import SourceError, WriteError
 from bridge.core.machine import cores
 from bridge.core.output.journal import check_joined

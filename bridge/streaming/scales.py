@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.dtypes import to_float32
 from bridge.core.errors import SourceError
 from bridge.core.values import Encoding, Numeric, Site, Slice, TensorSpec

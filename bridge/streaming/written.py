@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.errors import VerifyError
 from bridge.core.formats.gguf import COMPUTED, GgufFile
 from bridge.core.formats.safetensors import SafetensorsFile

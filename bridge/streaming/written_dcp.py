@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.core.aligned_buffers import aligned_empty
+from bridge.core.arrays import aligned_empty
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.files.archive import open_folder

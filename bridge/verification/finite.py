@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.text import fold_layers

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.dtypes import to_float32
 from bridge.core.progress import BYTES, Progress, no_progress
 from bridge.core.text import number

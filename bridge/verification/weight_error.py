@@ -136,7 +136,7 @@ class Comparer:
         """Prepare for rows of `dtype`.
 
         largest: whether the largest error of one value is looked for.
-        take: returns memory by purpose, as `bridge.core.aligned_buffers.Buffers.take` does.
+        take: returns memory by purpose, as `bridge.core.arrays.Buffers.take` does.
         """
         numeric, blocks, packed = stored.numeric, stored.blocks, stored.packed
         coding, above, roundings = stored.coding, stored.above, tolerance.roundings

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.planning.memory import working_set
 from bridge.planning.plan import Plan, Step

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.output.directory import Work
 from bridge.core.values import TensorSpec
 from bridge.planning.plan import Output

@@ -12,7 +12,7 @@ import pytest
 
 from bridge.api import plans as opening
 from bridge.api import verbs as api
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.formats.safetensors import SafetensorsFile

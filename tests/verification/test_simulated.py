@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import bridge  # noqa: E402
-from bridge.core.aligned_buffers import Buffers  # noqa: E402
+from bridge.core.arrays import Buffers  # noqa: E402
 from bridge.core.errors import SchemeError  # noqa: E402
 from bridge.planning.structure import structure_of  # noqa: E402
 from bridge.quant.calibration import Calibration  # noqa: E402

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, Union
 
-from bridge.core.aligned_buffers import aligned_empty
-from bridge.core.arrays import np
+from bridge.core.arrays import aligned_empty, np
 from bridge.core.errors import SourceError
 
 ReadRows = Callable[[int, int], "np.ndarray"]

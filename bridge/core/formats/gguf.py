@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bridge.core.aligned_buffers import aligned_empty
-from bridge.core.arrays import np
+from bridge.core.arrays import aligned_empty, np
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.files.handles import read_into

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bridge.core.aligned_buffers import aligned_empty
-from bridge.core.arrays import np
+from bridge.core.arrays import aligned_empty, np
 from bridge.core.dtypes import DTYPES, FROM_SAFETENSORS
 from bridge.core.errors import SourceError, located
 from bridge.core.files.handles import HEAD, opened, read_at, read_into, refuse_pointer, size_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.core.aligned_buffers import aligned_empty
+from bridge.core.arrays import aligned_empty
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import SourceError
 from bridge.core.files.handles import read_into, refuse_pointer

@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from bridge.core.aligned_buffers import aligned_empty
+from bridge.core.arrays import aligned_empty
 from bridge.core.errors import SourceError
 from bridge.core.remote.readers import GIVEN_UP, POLL, result, start
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bridge._kernels.quotient import product, to_brain, to_half
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.dtypes import DTYPES, SEARCHED, to_float32
 from bridge.core.errors import SchemeError, SourceError
 from bridge.core.values import AFFINE, BY_SIGN, OURS, WEIGHTED, Encoding, Numeric

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.core.aligned_buffers import aligned_empty
+from bridge.core.arrays import aligned_empty
 from bridge.core.dtypes import DTYPES, from_float32, to_float32
 from bridge.core.text import natural
 from bridge.sources.weights.containers import Container

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.dtypes import to_float32
 from bridge.core.output.directory import Work
 from bridge.core.values import TensorSpec

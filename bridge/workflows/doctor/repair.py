@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.addresses import is_remote, shown
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.errors import UsageError, VerifyError
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.output.directory import Work, check_disk, output_directory

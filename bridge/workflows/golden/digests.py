@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import GoldenError
 from bridge.core.files.handles import opened, read_into

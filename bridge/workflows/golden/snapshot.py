@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.formats.safetensors import SafetensorsFile
 from bridge.core.mappings import Place
 from bridge.core.output.names import CARD, ENGINES, WRITES

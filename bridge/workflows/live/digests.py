@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.errors import SourceError
 from bridge.core.formats.safetensors import SafetensorsFile
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.errors import WriteError
 from bridge.core.machine import cores
 from bridge.core.output.directory import Work

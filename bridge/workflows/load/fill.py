@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.dtypes import to_float32
 from bridge.core.files.handles import read_into
 from bridge.core.remote.path import remote

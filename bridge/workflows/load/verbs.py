@@ -16,7 +16,7 @@ from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 
 if TYPE_CHECKING:
-    from bridge.core.aligned_buffers import Buffers
+    from bridge.core.arrays import Buffers
     from bridge.planning.plan import Step
     from bridge.workflows.load.parts import Part
     from bridge.workflows.load.steps import Steps

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import bridge
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.errors import SourceError
 from bridge.core.files.span import Extent, Span, span_of
 from bridge.core.values import TensorSpec

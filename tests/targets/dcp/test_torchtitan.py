@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bridge
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.errors import PlanError, SchemeError, SourceError, UsageError, VerifyError
 from bridge.core.output.directory import Work
 from bridge.core.values import TensorSpec

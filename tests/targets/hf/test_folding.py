@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import bridge  # noqa: E402
-from bridge.core.aligned_buffers import Buffers  # noqa: E402
+from bridge.core.arrays import Buffers  # noqa: E402
 from bridge.core.dtypes import to_float32  # noqa: E402
 from bridge.core.errors import BridgeError  # noqa: E402
 from bridge.core.values import Numeric  # noqa: E402

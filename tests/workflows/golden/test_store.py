@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 import bridge
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import GoldenError, VerifyError
 from bridge.core.values import TensorSpec

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import bridge
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.errors import PlanError, UsageError, WriteError
 from bridge.sources.opening import open_source
 from bridge.workflows.load.fill import Reader, fill

@@ -14,7 +14,7 @@ import numpy as np
 from bridge._kernels.counts import beyond
 from bridge._kernels.quotient import product
 from bridge._kernels.scales import e8m0
-from bridge.core.aligned_buffers import Buffers
+from bridge.core.arrays import Buffers
 from bridge.core.dtypes import SEARCHED, to_float32
 from bridge.core.values import AFFINE, Encoding
 from bridge.quant.codec import affine, arrays, kquants
