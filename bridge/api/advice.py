@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bridge.core.errors import TableError
 from bridge.core.mappings import mappings, read_table
 from bridge.core.values import EITHER, code_bits
-from bridge.planning.contracts import Contract, Runtime
+from bridge.planning.programs import Contract, Runtime
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.quality import DITHERED, Quality, read_quality

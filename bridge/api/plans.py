@@ -15,11 +15,12 @@ from bridge.core.machine import without_collection
 from bridge.core.text import byte_count, number
 from bridge.core.values import EITHER, Structure, main_dtype
 from bridge.planning.contract_files import load_runtime, runtimes
-from bridge.planning.contracts import FUSED, Contract, Runtime, flag, verdict
+from bridge.planning.contracts import FUSED, verdict
 from bridge.planning.make import PlanInputs, check_weights, incompatibilities, make_plan
 from bridge.planning.memory import process_memory, stream_memory
 from bridge.planning.passthrough import passthrough_scheme
 from bridge.planning.plan import Plan
+from bridge.planning.programs import Contract, Runtime, flag
 from bridge.planning.registries import leave_plain, why_too_old
 from bridge.planning.structure import structure_of
 from bridge.quant.schemes.catalog import layout_of

@@ -10,8 +10,9 @@ from typing import Any
 from bridge.core.errors import UsageError
 from bridge.core.mappings import TableFile, read_table, table_files
 from bridge.core.text import nearest
-from bridge.planning.contracts import FLAGS, Contract, Evidence, Row, Runtime, SparseKernels
+from bridge.planning.contracts import FLAGS
 from bridge.planning.faults import FAULTS
+from bridge.planning.programs import Contract, Evidence, Row, Runtime, SparseKernels
 
 KEYS = ("program", "version", "aliases", "fused", "not_run", "instead", "mistakes", "faults", "writes")
 OF_TARGETS = ("graphs", "tokens", "gpus", "elsewhere", "multiplies")  # sections that targets and pages read

@@ -1,6 +1,6 @@
 """Check plans for programs that join matrices or cut them across ranks.
 
-`names`: what the program holds as one matrix, as `bridge.planning.contracts.Runtime.fused` has it.
+`names`: what the program holds as one matrix, as `bridge.planning.programs.Runtime.fused` has it.
 """
 
 from __future__ import annotations

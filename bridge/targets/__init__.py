@@ -18,7 +18,7 @@ from bridge.core.errors import TableError, UsageError
 from bridge.core.mappings import TableFile, read_table, table_files
 from bridge.core.text import near, nearest
 from bridge.planning.contract_files import find_runtime, load_runtime, parse_runtime, runtime_names
-from bridge.planning.contracts import Runtime
+from bridge.planning.programs import Runtime
 from bridge.targets.target import Target as Target
 
 if TYPE_CHECKING:

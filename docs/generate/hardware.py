@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from bridge.api.advice import best_of, read_advice
 from bridge.core.mappings import mappings, read_table
 from bridge.planning.contract_files import load_runtime
-from bridge.planning.contracts import Runtime
+from bridge.planning.programs import Runtime
 from bridge.quant.describe import contract_words
 from bridge.quant.schemes.catalog import RULE, scheme_names
 from bridge.quant.schemes.load import load_scheme

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bridge.planning.contract_files import load_runtime, runtimes
-from bridge.planning.contracts import Contract, Runtime
 from bridge.planning.faults import FAULTS
+from bridge.planning.programs import Contract, Runtime
 from bridge.quant.describe import contract_words
 from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme

@@ -16,7 +16,8 @@ from bridge.cli.check import check_path
 from bridge.core.errors import SchemeError, TableError, UsageError
 from bridge.core.mappings import mappings, parse_table
 from bridge.planning.contract_files import load_runtime, parse_runtime, runtime_names, runtimes
-from bridge.planning.contracts import HALF, Evidence, Verdict, misfits, verdict, verdicts
+from bridge.planning.contracts import HALF, Verdict, misfits, verdict, verdicts
+from bridge.planning.programs import Evidence
 from bridge.quant.describe import contract_words
 from bridge.quant.schemes.group_size import with_zero_points
 from bridge.quant.schemes.load import load_scheme

@@ -11,8 +11,9 @@ from bridge.api.sensitivity.units import Unit, globs, units_of, written_bytes
 from bridge.core.errors import BridgeError, PlanError, SchemeError
 from bridge.core.text import fold_problems
 from bridge.core.values import Site, Structure
-from bridge.planning.contracts import Contract, Runtime, misfits
+from bridge.planning.contracts import misfits
 from bridge.planning.plan import Plan
+from bridge.planning.programs import Contract, Runtime
 from bridge.quant.describe import contract_words
 from bridge.quant.schemes.recipe import NONE
 from bridge.quant.schemes.scheme import Rule, Scheme
