@@ -1,4 +1,4 @@
-"""NumPy, imported at its first use; page-aligned arrays and reused buffers for reading files.
+"""NumPy, imported at its first use; page-aligned arrays and reused buffers.
 
 NumPy's import takes a tenth of a second, which plans of checkpoints need not wait for.
 

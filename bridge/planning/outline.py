@@ -1,4 +1,4 @@
-"""One module of each kind of a plan, for questions that layers and experts answer alike."""
+"""One module of each kind of a plan: layers and experts are alike."""
 
 from __future__ import annotations
 

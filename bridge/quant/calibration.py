@@ -216,16 +216,20 @@ class Calibration(Displayed):
         scales = {"smoothquant": self.smoothing_amax, "awq": self.awq_scale, "awq_full": self.awq_scale}
         prescaled = (scales.get(form.algorithm, {}), self.pre_scale)
         smoothed = any(module in kind for kind in (self.smoothing_amax, self.awq_scale, self.pre_scale))
-        seen, names = module in self.input_amax, {module, of_expert(module, 0)}
+        seen, names = module in self.input_amax, (module, of_expert(module, 0))
+
+        def lacks(kind: Mapping[str, Any]) -> bool:
+            return not any(name in kind for name in names)
+
         return {
             "input amax": is_measured(form.input) and not seen,
             "amax of the input before smoothing": is_measured(form.input) and seen and smoothed and not form.prescales,
-            "mean square of the input (importance matrix)": form.weighted and not names & {*self.input_square},
+            "mean square of the input (importance matrix)": form.weighted and lacks(self.input_square),
             "clip of the blocks of the weight": form.clipped and module not in self.weight_clip,
             "factor of the scales of the weight": form.learned and module not in self.scale_factor,
-            f"codes chosen by {form.algorithm}": form.compensated and not names & {*self.weight_codes},
+            f"codes chosen by {form.algorithm}": form.compensated and lacks(self.weight_codes),
             f"block scales chosen by {form.algorithm}": form.rescaled
-            and not (names & {*self.block_scales} and module in self.weight_amax),
+            and (lacks(self.block_scales) or module not in self.weight_amax),
             f"pre_quant_scale of {form.algorithm}": form.algorithm in scales
             and not any(module in kind for kind in prescaled),
         }

@@ -42,6 +42,8 @@ def matrix_on_device(step: Step, context: ConversionContext) -> Tensor | None:
         found.append(_rectangle(tensor, part))
     if len(found) == 1:
         return found[0]
+    if len({(one.device, one.dtype) for one in found}) > 1:
+        return None
     import torch
 
     return torch.cat(found)

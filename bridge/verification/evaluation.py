@@ -15,7 +15,7 @@ import numpy as np
 
 from bridge.calibration.data.windows import ERROR, POSITIONS, enough, evaluated_windows, further_windows, tokens_of
 from bridge.calibration.reference_outputs import PIECE, divergence, proving
-from bridge.core.errors import CannotRun, VerifyError
+from bridge.core.errors import BridgeError, CannotRun, VerifyError
 from bridge.core.machine import available_memory, returning_pages
 from bridge.core.progress import Progress, no_progress
 from bridge.core.values import code_bits
@@ -78,7 +78,7 @@ def reference_of(source: Source, held: HeldOut, whole: bool = False, progress: P
         return Reference(batches[: logits.count], logits, exact, whole, scored, time.perf_counter() - begin)
 
     def further(count: int) -> Reference:
-        if 4 * values + stored > available_memory():  # the written model is loaded, too
+        if (4 * values + stored if exact and not wide else stored) > available_memory():  # beside the written model
             raise CannotRun("memory does not hold the source beside the written model")
         return run_on(_of_windows(left[:count]), left[:count])
 
@@ -139,7 +139,7 @@ def _further(
     count = min(reference.left, further_windows(len(first), error, seconds))
     try:
         return (_run_on(run, reference.further(count), progress),) if reference.further and count else ()
-    except CannotRun:
+    except (BridgeError, RuntimeError):  # torch's for want of memory: what was run stands
         return ()
 
 

@@ -1,1 +1,1 @@
-"""Jobs built on the API: batch, chain, doctor, prune, distill, golden, inspect."""
+"""Jobs on the API: batch, chain, doctor, prune, distill, golden, inspect, live, load."""

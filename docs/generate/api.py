@@ -36,6 +36,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "bridge.api.sensitivity.result.InFormat", "bridge.api.sensitivity.result.Whole",
             "bridge.api.sensitivity.result.Choice", "bridge.BatchReport", "bridge.golden.Golden",
             "bridge.golden.Differences", "bridge.live.Tensors", "bridge.live.TensorMeta", "bridge.live.Bucket",
+            "bridge.Loaded",
             "bridge.tensors", "bridge.live.digest", "bridge.live.sglang", "bridge.load",
             "bridge.api.generation.Generation", "bridge.sources.pruned.summary.Pruning",
             "bridge.sources.pruned.scores.Scores",

@@ -134,7 +134,8 @@ def digest_of_weights(source: Source, structure: Structure, modules: Collection[
     another seed changes every row; a check of all rows would read the whole model before the work.
     """
     digest = hashlib.sha256()
-    chosen = (site for site in structure.sites if {site.module, of_expert(site.module, 0)} & {*modules})
+    known = frozenset(modules)
+    chosen = (site for site in structure.sites if known & {site.module, of_expert(site.module, 0)})
     for name in sorted({site.weight for site in chosen}):
         digest.update(name.encode())
         last = source.specs[name].shape[0] - 1

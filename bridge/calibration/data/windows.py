@@ -14,7 +14,7 @@ MOST = 32  # windows, where fewer leave an error above `ERROR`
 ERROR = 0.01  # nats: the standard error of the change of the loss that an evaluation should have, 1 % of perplexity
 SECONDS = 60.0  # that an evaluation may take if it goes on
 POSITIONS = 2048  # that are scored at least, where the text has them
-# What a minute gives on a few cores. Not measured, so that equal runs evaluate the same windows and give equal figures.
+# What a minute gives on a few cores. Not measured: equal runs begin with the same windows.
 FLOP = 60 * 30e9
 
 
@@ -61,7 +61,7 @@ def evaluated_windows(windows: Sequence[Sequence[int]], values: int, whole: bool
     if whole or not windows:
         return windows
     least = -(-POSITIONS // max(1, len(windows[0]) - 1))
-    return windows[: max(least, min(WINDOWS, int(FLOP / (4.0 * values * len(windows[0])))))]
+    return windows[: max(least, min(WINDOWS, int(FLOP / max(1.0, 4.0 * values * len(windows[0])))))]
 
 
 def further_windows(count: int, error: float, seconds: float) -> int:

@@ -35,16 +35,17 @@ class Checks:
     """Maxima of weights that are on their way; `check` looks at all of them, which waits for each device once."""
 
     def __init__(self) -> None:
-        self._largest: dict[str, Tensor] = {}
+        self._largest: list[tuple[str, Tensor]] = []
 
     def add(self, name: str, largest: Tensor) -> None:
         """largest: max |x| of the weight `name`, or of each of its blocks."""
-        self._largest[name] = largest.max()
+        self._largest.append((name, largest.max()))
 
     def check(self) -> None:
         """SourceError that names the weights that hold NaN or infinity; those added are forgotten."""
-        added, self._largest = self._largest, {}
-        bad = [name for name, value in on_host(added).items() if not np.isfinite(value)]
+        added, self._largest = self._largest, []
+        values = on_host({str(at): tensor for at, (_, tensor) in enumerate(added)}).values()
+        bad = [name for (name, _), value in zip(added, values, strict=True) if not np.isfinite(value)]
         if bad:
             raise SourceError(
                 f"{named(bad)}: holds NaN or infinity; such weights are refused: repair the model, or take "
@@ -141,6 +142,8 @@ def cast_by_groups(flat: Tensor, block: tuple[int, int], least: float, power: bo
     from bridge.quant.codec import torch_codes
 
     cast = torch_codes.cast_by_groups
+    if not flat.numel():
+        return torch_codes.cast_of_nothing(flat, block)
     if best_way(flat) == TRITON:
         from bridge.quant.codec.triton_codes import cast_by_groups as cast
     codes, scale, largest = cast(flat.contiguous(), block, least, power)

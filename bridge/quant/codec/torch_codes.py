@@ -229,6 +229,12 @@ def cast_by_groups(flat: Tensor, block: tuple[int, int], least: float, power: bo
     return tuple(torch.cat(tensors) for tensors in zip(*found, strict=True))
 
 
+def cast_of_nothing(flat: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The codes and the scales of a matrix without rows, such as those of an expert that no token reached."""
+    shape = tuple(-(-extent // size) for extent, size in zip(flat.shape, block, strict=True))
+    return flat.to(E4M3), flat.new_empty(shape, dtype=torch.float32)
+
+
 def _codes(x: Tensor, dtype: str) -> Tensor:
     """One byte each, as uint8."""
     if dtype in INTEGER_RANGE:

@@ -42,6 +42,8 @@ RULE_KEYS = {"roles", "modules", "layers", "quant", "group", "override"}
 def layout_asked(quant: object) -> Path | None:
     """The file of the layout whose best rule a name or a recipe asks for; SchemeError if a recipe asks for two."""
     file = isinstance(quant, Path) or (isinstance(quant, str) and (quant.endswith(".toml") or "/" in quant))
+    if file:
+        check_length(Path(str(quant)))
     if not file or not Path(str(quant)).is_file():
         return layout_of(quant)
     words = read_toml(Path(str(quant)))

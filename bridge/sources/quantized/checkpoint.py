@@ -228,9 +228,12 @@ def _read(
             reader = compressed.Compressed(section, _shapes(weights))
         case _:
             return None
-    zeros = _zero_points(weights, reader) if isinstance(reader, compressed.Compressed) else frozenset()
-    shown = {name: spec for name, spec in weights.specs.items() if name not in zeros}
-    tensors = take(reader, points.unpacked(dataclasses.replace(weights, specs=shown)), dtype)
+    zeros: frozenset[str] = frozenset()
+    if isinstance(reader, compressed.Compressed):
+        zeros = _zero_points(weights, reader)
+        shown = {name: spec for name, spec in weights.specs.items() if name not in zeros}
+        weights = points.unpacked(dataclasses.replace(weights, specs=shown), reader.dtype)
+    tensors = take(reader, weights, dtype)
     tensors = dataclasses.replace(tensors, used=tensors.used | zeros)
     return _turned(tensors, config, weights.specs) if method == "modelopt" else tensors, reader.kv
 

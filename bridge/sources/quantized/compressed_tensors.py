@@ -87,6 +87,12 @@ class Compressed:
         weights = (self.group(module) or {}).get("weights")
         return not isinstance(weights, Mapping) or bool(weights.get("symmetric", True))
 
+    def dtype(self, module: str) -> str:
+        """That of the module's codes, as its group says; int8 if that is none: `layout` tells why."""
+        weights = (self.group(module) or {}).get("weights")
+        numeric = _numeric(weights) if isinstance(weights, Mapping) else ""
+        return numeric.dtype if isinstance(numeric, Numeric) else "int8"
+
     def group(self, module: str) -> Mapping[str, Any] | None:
         """Return the group that names the module, else one that names a class: classes are unknown here, and Linear."""
         by_class = None

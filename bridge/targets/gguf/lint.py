@@ -71,7 +71,8 @@ def changed_keys(path: Path, wanted: Mapping[str, Any]) -> list[str]:
         return []  # told by `lint`
     arch = found.get("general.architecture")
     return [
-        f"error [gguf] {path.name}: {key} is {found.get(key)!r}, and {_plain(value)!r} was written; convert again"
+        f"error [gguf] {path.name}: {key} is {found.get(key)!r}, and the source's config gives {_plain(value)!r}; "
+        "convert again"
         for key, value in wanted.items()
         if key.startswith(f"{arch}.") and not isinstance(value, np.ndarray) and _plain(found.get(key)) != _plain(value)
     ]

@@ -34,7 +34,7 @@ RULES = ("int4:rtn", "int4:imatrix", "int4:gptq")
 
 def test_a_layouts_name_alone_asks_for_its_best_rule_where_no_scheme_has_it() -> None:
     assert layout_of("int4") == layout_of("int4:best") == layout_of("INT4:BEST")
-    for other in ("int4:rtn", "int4_wo", "fp8", "nvfp4", "recipe.toml", "a/int4", "int3:best", None):
+    for other in ("int4:rtn", "int4_wo", "fp8", "nvfp4", "recipe.toml", "a/int4", "int7:best", None):
         assert layout_of(other) is None, other
     path = layout_of("int4")
     assert path and without_data(path) == "int4:rtn" and "best" not in rules_of(path)

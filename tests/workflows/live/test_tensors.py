@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import bridge
-from bridge.core import aligned_buffers
+from bridge.core import arrays
 from bridge.core.errors import CalibrationError, LiveError, SchemeError, SourceError, UsageError
 from bridge.planning import make
 from bridge.workflows.live import encoding
@@ -92,7 +92,7 @@ def test_a_second_iteration_plans_imports_and_allocates_nothing(monkeypatch: pyt
 
     modules = set(sys.modules)
     monkeypatch.setattr(make, "make_plan", counting("plan", make.make_plan))
-    monkeypatch.setattr(aligned_buffers, "aligned_empty", counting("buffer", aligned_buffers.aligned_empty))
+    monkeypatch.setattr(arrays, "aligned_empty", counting("buffer", arrays.aligned_empty))
     assert source.digest() == first
     assert not calls and set(sys.modules) == modules
 

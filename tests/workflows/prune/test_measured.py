@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 import bridge
 from bridge.calibration.data import prepare
+from bridge.calibration.data.windows import evaluated_windows
 from bridge.cli.main import app
 from bridge.core.errors import CalibrationError
 from bridge.sources.opening import open_source
@@ -38,7 +39,8 @@ def loss_of(model: torch.nn.Module, rows: list[list[int]]) -> tuple[float, int]:
 
 
 def windows_of(source: object) -> list[list[int]]:
-    return [list(window) for window in prepare(None, source).windows]  # type: ignore[arg-type]
+    windows = evaluated_windows(prepare(None, source).windows, 0)  # type: ignore[arg-type]
+    return [list(window) for window in windows]
 
 
 def test_dropping_layers_is_measured_and_a_ruined_model_is_not_served(tmp_path: Path) -> None:

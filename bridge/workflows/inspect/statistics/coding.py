@@ -16,7 +16,7 @@ from bridge._kernels.quotient import product
 from bridge._kernels.scales import e8m0
 from bridge.core.arrays import Buffers
 from bridge.core.dtypes import SEARCHED, to_float32
-from bridge.core.values import AFFINE, Encoding
+from bridge.core.values import AFFINE, NARROW, Encoding
 from bridge.quant.codec import affine, arrays, kquants
 from bridge.quant.codec.arrays import Array
 from bridge.quant.codec.blocks import Grid, grid
@@ -89,7 +89,10 @@ class Coder:
                 continue
             stored = np.ascontiguousarray(made["scale"]).reshape(-1, self.blocks.shape[1])
             scale = stored if first.scale_dtype == "float32" else values(stored, first.scale_dtype)
-            yield Piece(rows, made["codes"].view(np.uint8), stored, scale, made.get("scale_2"))
+            codes = made["codes"].view(np.uint8)
+            if first.dtype in NARROW:
+                codes = unpacked_codes(codes, first.dtype, self.packed, self.blocks.cols)
+            yield Piece(rows, codes, stored, scale, made.get("scale_2"))
 
     def decoded(self, piece: Piece) -> Array:
         """The float32 values of a piece's codes, as `decode` has them."""
