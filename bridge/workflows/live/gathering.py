@@ -16,7 +16,7 @@ from bridge.streaming.context import ConversionContext
 from bridge.streaming.encode import weight_amax
 from bridge.workflows.live.encoding import Groups, Idle, bytes_of, encoded
 from bridge.workflows.live.parts import Part, Place, parts_of
-from bridge.workflows.live.sharded import OwnRows, ShardedSource
+from bridge.workflows.live.sharded import OwnRows, SharedSource
 
 Pending = tuple[Part, int, Future[list[Array]] | None]
 
@@ -28,10 +28,10 @@ class ShardedEncoder:
     ranks have the same ones.
     """
 
-    def __init__(self, context: ConversionContext, source: ShardedSource, groups: Groups, memory: int) -> None:
+    def __init__(self, context: ConversionContext, source: SharedSource, groups: Groups, memory: int) -> None:
         self._source, self._ranks, self._groups, self._memory = source, source.ranks, groups, memory
         self._context = context
-        self._own = replace(context, source=OwnRows(source))
+        self._own = replace(context, source=OwnRows(context.source, source))
         self._parts = parts_of(context.plan, source)
         self._buffers = Idle()
 

@@ -11,7 +11,7 @@ import numpy as np
 from bridge.planning.memory import row_unit
 from bridge.planning.plan import Layout, Output, Plan, Step
 from bridge.quant.codec.arrays import Array
-from bridge.workflows.live.sharded import Range, ShardedSource
+from bridge.workflows.live.sharded import Range, SharedSource
 
 CONSTANT = ("scale_2", "input_scale", "shape")  # parts that are of the whole matrix
 BY_ROWS = ("weight", "scale")
@@ -79,12 +79,12 @@ def is_constant(step: Step, output: Output) -> bool:
     return output.part in CONSTANT or (output.part == "scale" and tensor_scale)
 
 
-def parts_of(plan: Plan, source: ShardedSource) -> list[Part]:
+def parts_of(plan: Plan, source: SharedSource) -> list[Part]:
     """Where each step of a plan runs; the same on every rank."""
     return [_part(step, source) for step in plan.steps]
 
 
-def _part(step: Step, source: ShardedSource) -> Part:
+def _part(step: Step, source: SharedSource) -> Part:
     read = [part.source for part in step.inputs if part.source]
     if not any(source.is_cut(name) for name in read):
         return Part(step, Place.HERE)

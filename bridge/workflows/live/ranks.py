@@ -38,17 +38,21 @@ class Ranks:
 
         `value`: a mapping of a kind that JSON holds, by what its entries are in words. `what`: where the ranks are.
         """
-        from torch import distributed
-
-        with self._reached(what):
-            distributed.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
-            everyone = self._meet(value)
+        everyone = self.everyone(value, what)
         for rank, theirs in enumerate(everyone):
             if other := [name for name in value if theirs[name] != everyone[0][name]]:
                 raise LiveError(
                     f"{what}: rank {rank} has another {' and '.join(other)} than rank 0; give all ranks the same model "
                     "and arguments"
                 )
+
+    def everyone(self, value: Any, what: str) -> list[Any]:
+        """Meet, and return what each rank has, by rank, of a kind that JSON holds."""
+        from torch import distributed
+
+        with self._reached(what):
+            distributed.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
+            return self._meet(value)
 
     def fail(self, error: Exception, what: str) -> NoReturn:
         """Tell the others of an error while they `agree`, and raise it; they raise the same."""

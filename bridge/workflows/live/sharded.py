@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from bridge.core.arrays import np
+from bridge.core.values import TensorSpec
 from bridge.sources.memory import MemorySource, bits_of, open_plain
 from bridge.sources.memory.unwrapped import cut_tensors, unwrapped
-from bridge.sources.source import Wrapped
+from bridge.sources.source import Source, SourceBase, Wrapped
 from bridge.workflows.live.ranks import Ranks
 
 Range = tuple[int, int]
 
 
-class ShardedSource(MemorySource):
-    """Reads whole tensors, which all ranks must do in the same order, or the rows that this rank holds."""
+class SharedSource(SourceBase):
+    """A model whose ranks hold parts of its tensors. It reads whole ones, which all ranks do in the same order."""
 
     ranks: Ranks
+    specs: Mapping[str, TensorSpec]
+
+    def is_cut(self, name: str) -> bool:
+        """Whether reading a tensor of the checkpoint needs other ranks."""
+        return True
+
+    def rows(self, name: str) -> list[Range] | None:
+        """The rows of a tensor that each rank holds; None if they do not follow each other from rank to rank."""
+        return None
+
+    def like_shards(self, name: str) -> bool:
+        """Whether ranks hold a tensor as `torch.chunk` would cut it."""
+        return False
+
+    def read_own(self, name: str, begin: int, end: int) -> np.ndarray:
+        """Rows of a tensor that this rank holds; `begin` and `end` count in the whole tensor."""
+        raise AssertionError(f"{name}: its rows are on several ranks")
+
+
+class ShardedSource(MemorySource, SharedSource):
+    """Also reads the rows that this rank holds."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -32,11 +55,9 @@ class ShardedSource(MemorySource):
         return self._local(next(iter(self._state))).device
 
     def is_cut(self, name: str) -> bool:
-        """Whether reading a tensor of the checkpoint needs other ranks."""
         return any(_is_distributed(self._state[part.live]) for part in self._origins[name].parts)
 
     def rows(self, name: str) -> list[Range] | None:
-        """The rows of a tensor that each rank holds; None if they do not follow each other from rank to rank."""
         ref = self._origins[name].ref
         if ref is None or not self.specs[name].shape or not self._in_rows(ref.live):
             return None
@@ -52,12 +73,10 @@ class ShardedSource(MemorySource):
         return [(begin, end) if begin < end else (0, 0) for begin, end in shared]
 
     def like_shards(self, name: str) -> bool:
-        """Whether ranks hold a tensor as `torch.chunk` would cut it."""
         ref = self._origins[name].ref
         return ref is not None and not ref.index
 
     def read_own(self, name: str, begin: int, end: int) -> np.ndarray:
-        """Rows of a tensor that this rank holds; `begin` and `end` count in the whole tensor."""
         ref = self._origins[name].ref
         assert ref is not None
         first, local = self._chunks(ref.live)[self.ranks.rank][0], self._local(ref.live)
@@ -116,9 +135,9 @@ class ShardedSource(MemorySource):
 class OwnRows(Wrapped):
     """The rows of a sharded source that this rank holds, by their place in the whole tensors."""
 
-    def __init__(self, base: ShardedSource) -> None:
+    def __init__(self, base: Source, own: SharedSource) -> None:
         super().__init__(base)
-        self._own = base
+        self._own = own
 
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
         return self._own.read_own(name, begin, end)

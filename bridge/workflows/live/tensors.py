@@ -19,12 +19,13 @@ from bridge.workflows.live.digests import Digest
 from bridge.workflows.live.encoding import Encoder, Groups
 from bridge.workflows.live.gathering import ShardedEncoder
 from bridge.workflows.live.parts import Part, Place, is_constant
-from bridge.workflows.live.sharded import ShardedSource
+from bridge.workflows.live.sharded import SharedSource
 
 if TYPE_CHECKING:
     import torch
 
     from bridge.sources.memory import MemorySource
+    from bridge.workflows.live.megatron import MegatronSource
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Tensors:
     """
 
     def __init__(
-        self, context: ConversionContext, model: MemorySource, files: Mapping[str, bytes], config: dict[str, Any],
-        memory: int,
+        self, context: ConversionContext, model: MemorySource | MegatronSource, files: Mapping[str, bytes],
+        config: dict[str, Any], memory: int,
     ) -> None:  # fmt: skip
         self.plan: Plan = context.plan
         self.config = config
@@ -67,7 +68,7 @@ class Tensors:
         groups, self._rounds = Groups(context.plan), 0
         self._encoder = (
             ShardedEncoder(context, model, groups, memory)
-            if isinstance(model, ShardedSource)
+            if isinstance(model, SharedSource)
             else Encoder(context, groups, memory)
         )
 
@@ -81,7 +82,7 @@ class Tensors:
     @property
     def received(self) -> int:
         """Bytes of weights and codes that this rank got from the others so far."""
-        return self._model.ranks.received if isinstance(self._model, ShardedSource) else 0
+        return self._model.ranks.received if isinstance(self._model, SharedSource) else 0
 
     def __len__(self) -> int:
         return len(self.metadata)
@@ -103,7 +104,7 @@ class Tensors:
         """Renew the model's tensors, on all ranks or on none."""
         what = f"iteration {self._rounds + 1}"
         self._rounds += 1
-        ranks = self._model.ranks if isinstance(self._model, ShardedSource) else None
+        ranks = self._model.ranks if isinstance(self._model, SharedSource) else None
         try:
             self._model.renew()
         except SourceError as error:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 from bridge.api.advice import loaded_by, recommended
 from bridge.api.plans import plan_of, scheme_of
@@ -27,11 +27,14 @@ from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.targets.hf import TARGET
 from bridge.workflows.live.encoding import bytes_of, context_of
+from bridge.workflows.live.megatron import MegatronSource, boxes_of, models_of, open_megatron, own_parts
 from bridge.workflows.live.ranks import Ranks
 from bridge.workflows.live.sharded import is_sharded, open_sharded
 from bridge.workflows.live.tensors import Tensors
 
+T = TypeVar("T")
 SHOWN = 6  # schemes that a refusal names
+WHERE = "bridge.tensors"  # of ranks that plan
 HELD = 1 << 30  # bytes that are held at a time, unless one step needs more
 
 
@@ -54,7 +57,8 @@ def tensors(
 
     Args:
         model: a `transformers` model in memory. Its wrappers (FSDP2, torch.compile, activation checkpointing) may stay.
-            If ranks hold parts of it, all ranks of the default process group call this, and iterate.
+            If ranks hold parts of it, all ranks of the default process group call this, and iterate. Or a GPTModel of
+            Megatron-Core, or `[chunk, ...]` of a stage, by tensor, pipeline and expert ranks.
         target: the program that receives them, "vllm" or "sglang"; or "hf", with any of its options.
         quant: a scheme that needs no data, "fp8_block", or one whose calibration is given; None hands over plain
             weights.
@@ -81,21 +85,36 @@ def tensors(
         return _tensors(resolved, target, memory)
 
     _check_words(model, quant)
-    if not is_sharded(model):
+    chunks = models_of(model)
+    if not chunks and not is_sharded(model):
         return planned(open_source(model, config))
     ranks = Ranks(timeout)
-    try:
-        made = planned(open_sharded(model, config, ranks))
-    except BridgeError as error:
-        ranks.fail(error, "bridge.tensors")
-    ranks.agree({"plan": made.plan.digest}, "bridge.tensors")
+    parts = _told(lambda: own_parts(chunks), ranks) if chunks else []
+    everyone = ranks.everyone(boxes_of(parts), WHERE) if chunks else []
+
+    def opened() -> Source:
+        return open_megatron(chunks, config, parts, everyone, ranks) if chunks else open_sharded(model, config, ranks)
+
+    made = _told(lambda: planned(opened()), ranks)
+    ranks.agree({"plan": made.plan.digest}, WHERE)
     return made
+
+
+def _told(run: Callable[[], T], ranks: Ranks) -> T:
+    """What `run` returns; an error of it is raised on all ranks, at their next meeting."""
+    try:
+        return run()
+    except BridgeError as error:
+        ranks.fail(error, WHERE)
 
 
 def _tensors(resolved: ResolvedRequest, target: str, memory: int | str | None) -> Tensors:
     source = resolved.source
-    if not isinstance(source, MemorySource):
-        raise UsageError(f"{source.where}: not a transformers model in memory; `convert` writes other models to files")
+    if not isinstance(source, MemorySource | MegatronSource):
+        raise UsageError(
+            f"{source.where}: not a transformers model in memory, nor a GPTModel beside torch.distributed; "
+            "`convert` writes other models to files"
+        )
     if resolved.plan.target != "hf":
         raise UsageError(
             f"target {target!r}: writes no checkpoint that a server loads tensor by tensor; use vllm, sglang or hf"

@@ -30,7 +30,7 @@ LEAST_COLUMNS = 4096  # bytes of a row's columns that are read alone: a disk rea
 if TYPE_CHECKING:
     from bridge.core.files.span import Extent
     from bridge.quant.codec.arrays import Array
-    from bridge.workflows.load.parts import Part
+    from bridge.sources.memory.megatron_parts import Part
 
 
 class Reader(Delegate):

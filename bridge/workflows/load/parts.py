@@ -11,33 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bridge.core.dtypes import dtype_word
 from bridge.core.errors import UsageError, first_line
 from bridge.core.text import named
+from bridge.sources.memory.megatron_parts import Part
 from bridge.sources.memory.unwrapped import unwrapped
 
 META = (
     "on the meta device, without memory to fill: call model.to_empty(device=...) first, and after that what computes "
     "the buffers that no checkpoint has, such as rotary_emb.inv_freq"
 )
-
-
-@dataclass(frozen=True)
-class Part:
-    """This process's part of one tensor. `shape`: of the whole tensor; `offsets`: where the part begins in it."""
-
-    name: str
-    tensor: Any
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-    @property
-    def dtype(self) -> str:
-        return dtype_word(self.tensor.dtype)
-
-    @property
-    def is_whole(self) -> bool:
-        return tuple(self.tensor.shape) == self.shape
 
 
 def modules_of(model: Any) -> list[Any]:

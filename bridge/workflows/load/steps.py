@@ -21,7 +21,8 @@ from bridge.workflows.load.fill import row_axes
 
 if TYPE_CHECKING:
     from bridge.planning.plan import Plan
-    from bridge.workflows.load.parts import Part, Run
+    from bridge.sources.memory.megatron_parts import Part
+    from bridge.workflows.load.parts import Run
 
 STACK = 3  # axes of all experts of a layer
 _SLAB = re.compile(r"\[\d+\]\.(\d+)")

@@ -18,7 +18,7 @@ from bridge.sources.source import Source
 if TYPE_CHECKING:
     from bridge.core.arrays import Buffers
     from bridge.planning.plan import Step
-    from bridge.workflows.load.parts import Part
+    from bridge.sources.memory.megatron_parts import Part
     from bridge.workflows.load.steps import Steps
 
 ERAS = ("0.3", "0.2")  # of torchtitan's names
@@ -87,7 +87,7 @@ def load(
     >>> bridge.load(model, "examples/models/tiny-llama").tensors
     48
     """
-    from bridge.workflows.load.megatron import gpt_models
+    from bridge.sources.memory.megatron_parts import gpt_models
     from bridge.workflows.load.parts import check_memory, is_sharded, modules_of
 
     begun, modules = time.monotonic(), modules_of(model)
@@ -122,7 +122,7 @@ def _opened(source: Any, config: Any, base: Any, decode: bool) -> Source:
 
 def _planned(modules: Sequence[Any], source: Source) -> _Planned:
     """Give every part of the model its step; PlanError lists every tensor that does not fit."""
-    from bridge.workflows.load.megatron import gpt_models, megatron_parts
+    from bridge.sources.memory.megatron_parts import gpt_models, megatron_parts
     from bridge.workflows.load.parts import module_parts, plain
     from bridge.workflows.load.steps import same_values
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 import bridge
 from bridge.core.arrays import Buffers
 from bridge.core.errors import PlanError, UsageError, WriteError
+from bridge.sources.memory.megatron_parts import Part
 from bridge.sources.opening import open_source
 from bridge.workflows.load.fill import Reader, fill
-from bridge.workflows.load.parts import Part
 from bridge.workflows.load.steps import settled
 from tests.models.decoder_families import DECODERS, STACKED, build
 from tests.models.sources_made import MadeSource

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.live import load_process
 
 import bridge
 from tests.models.decoder_families import build
 from tests.oracles import megatron_oracle, torchtitan_oracle
 from tests.oracles.server import processes
 from tests.targets.dcp.test_torchtitan import LLAMA, made
+from tests.workflows.load import load_process
 
 pytestmark = pytest.mark.slow
 DENSE, ROUTED = "LlamaForCausalLM", "Qwen3MoeForCausalLM"
