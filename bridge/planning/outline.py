@@ -1,4 +1,4 @@
-"""One module of each kind of a plan: layers and experts are alike."""
+"""One module of each kind of a plan, for questions about all."""
 
 from __future__ import annotations
 

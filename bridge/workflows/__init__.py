@@ -1,1 +1,1 @@
-"""Jobs on the API: batch, chain, doctor, prune, distill, golden, inspect, live, load."""
+"""Jobs: batch, chain, doctor, prune, distill, golden, inspect, live, load."""

@@ -108,15 +108,15 @@ class MemorySource(SourceBase):
         """Return one storage array: read-only, and a view of the model's memory if possible."""
         return bits_of(self._tensor(name), self._origins[name].spec.dtype)
 
-    def on_device(self, name: str) -> Any:
-        """Return a tensor where it is, not to be changed; None if it is coded on the host."""
+    def on_device(self, name: str, rows: tuple[int, int] | None = None) -> Any:
+        """Return a tensor, or rows of it, where it is, not to be changed; None if it is coded on the host."""
         import torch
 
         from bridge.quant.codec.on_device import HOST, best_way
 
-        parts = [self._state[part.live] for part in self._origins[name].parts]
+        parts = [self._local(part.live) for part in self._origins[name].parts]
         here = any(type(part) not in (torch.Tensor, torch.nn.Parameter) or best_way(part) == HOST for part in parts)
-        return None if here else self._tensor(name)
+        return None if here else self._tensor(name)[slice(*(rows or (None,)))]
 
     def _tensor(self, name: str) -> Any:
         import torch
@@ -137,6 +137,10 @@ class MemorySource(SourceBase):
 
     def _whole(self, live: str) -> Any:
         """A tensor of the model by its name there."""
+        return self._state[live]
+
+    def _local(self, live: str) -> Any:
+        """What this process holds of a tensor of the model."""
         return self._state[live]
 
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:

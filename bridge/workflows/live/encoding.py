@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +25,11 @@ from bridge.quant.schemes.scheme import Scheme, has_tensor_scale
 from bridge.sources.source import Source
 from bridge.streaming.context import ConversionContext, FileSettings
 from bridge.streaming.encode import weight_amax, write_step
+from bridge.streaming.on_device import coded_on_device, matrix_on_device, plain_on_device
+from bridge.streaming.scales import write_constants
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def context_of(plan: Plan, source: Source, calibration: Calibration | None, scheme: Scheme | None) -> ConversionContext:
@@ -37,21 +43,41 @@ def bytes_of(step: Step, context: ConversionContext) -> int:
     return working_set(step, context.plan.sources) + step.nbytes
 
 
-def encoded(step: Step, context: ConversionContext, buffers: Buffers, amax: float | None) -> list[Array]:
-    """The bytes of each output of a step, in memory that nothing else uses."""
-    made = {output.key: np.empty(output.spec.nbytes, np.uint8) for output in step.outputs}
-    written = 0
+def encoded(step: Step, context: ConversionContext, buffers: Buffers, amax: float | None) -> list[Tensor]:
+    """The bytes of each output of a step, in memory that nothing else uses; on its device if it is encoded there."""
+    import torch
+
+    made = _on_device(step, context, amax)
+    hosted, written, there = dict[tuple[str, str], Array](), sum(tensor.nbytes for tensor in made.values()), bool(made)
 
     def sink(output: Output, array: Array, at: int) -> None:
         nonlocal written
+        if output.key not in hosted:
+            hosted[output.key] = np.empty(output.spec.nbytes, np.uint8)
+            made[output.key] = torch.from_numpy(hosted[output.key])
         flat = array.reshape(-1).view(np.uint8)
-        made[output.key][at : at + flat.size] = flat
+        hosted[output.key][at : at + flat.size] = flat
         written += flat.size
 
-    write_step(step, context, buffers, amax, sink)
+    if not there:
+        write_step(step, context, buffers, amax, sink)
+    elif step.format:
+        write_constants(step, context, buffers, sink)
     if written != step.nbytes:
         raise WriteError(f"{step.source}: the plan has {step.nbytes} bytes, the step made {written}: a bug in qbridge")
     return [made[output.key] for output in step.outputs]
+
+
+def _on_device(step: Step, context: ConversionContext, amax: float | None) -> dict[tuple[str, str], Tensor]:
+    """The bytes of what is encoded on the device of its weight, which it waits for; {} if the host encodes it."""
+    import torch
+
+    found: Iterator[tuple[Output, Tensor]] = iter(())
+    if (plain := plain_on_device(step, context)) is not None:
+        found = iter([(step.outputs[0], plain)])
+    elif not context.plan.copies(step) and (weight := matrix_on_device(step, context)) is not None:
+        found = coded_on_device(step, weight, amax)
+    return {output.key: tensor.reshape(-1).view(torch.uint8) for output, tensor in found}
 
 
 class Groups:
@@ -93,10 +119,10 @@ class Encoder:
         self._buffers = Idle()
         self._turns = {key: threading.Lock() for key in groups.steps}
 
-    def run(self) -> Iterator[tuple[Step, list[Array]]]:
+    def run(self) -> Iterator[tuple[Step, list[Tensor]]]:
         """Yield each step with the bytes of its outputs; at most `memory` bytes are in use at a time."""
         amaxes: dict[str, float] = {}
-        pending: deque[tuple[Step, int, Future[list[Array]]]] = deque()
+        pending: deque[tuple[Step, int, Future[list[Tensor]]]] = deque()
         held = 0
         with ThreadPoolExecutor(cores(), thread_name_prefix="live") as pool:
             try:
@@ -116,7 +142,7 @@ class Encoder:
                 for _, _, future in pending:
                     future.cancel()
 
-    def _encode(self, step: Step, amaxes: dict[str, float]) -> list[Array]:
+    def _encode(self, step: Step, amaxes: dict[str, float]) -> list[Tensor]:
         with self._buffers.taken() as buffers:
             return encoded(step, self._context, buffers, self._amax(step, amaxes, buffers))
 

@@ -6,19 +6,22 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bridge.core.machine import cores
 from bridge.planning.plan import Step
-from bridge.quant.codec.arrays import Array
 from bridge.streaming.context import ConversionContext
 from bridge.streaming.encode import weight_amax
 from bridge.workflows.live.encoding import Groups, Idle, bytes_of, encoded
 from bridge.workflows.live.parts import Part, Place, parts_of
 from bridge.workflows.live.sharded import OwnRows, SharedSource
 
-Pending = tuple[Part, int, Future[list[Array]] | None]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Pending = tuple[Part, int, Future[list[Tensor]] | None]
 
 
 class ShardedEncoder:
@@ -40,7 +43,7 @@ class ShardedEncoder:
         """The steps of the plan, and where each runs."""
         return self._parts
 
-    def run(self, local: bool = False) -> Iterator[tuple[Step, list[Array]]]:
+    def run(self, local: bool = False) -> Iterator[tuple[Step, list[Tensor]]]:
         """Yield each step with the bytes of its outputs; at most `memory` bytes are in use at a time.
 
         `local`: of steps whose rows ranks share as they share the weight, the step of this rank's rows alone.
@@ -67,7 +70,7 @@ class ShardedEncoder:
                     if future:
                         future.cancel()
 
-    def _started(self, pool: ThreadPoolExecutor, part: Part, amaxes: dict[str, float]) -> Future[list[Array]] | None:
+    def _started(self, pool: ThreadPoolExecutor, part: Part, amaxes: dict[str, float]) -> Future[list[Tensor]] | None:
         """The encoding of what this rank has; None if it has nothing, or all must be gathered first."""
         amax = amaxes.get(self._groups.key(part.step) or "")
         if part.place is Place.HERE:
@@ -76,8 +79,8 @@ class ShardedEncoder:
         return pool.submit(self._encode, own, self._own, amax) if own else None
 
     def _finished(
-        self, part: Part, future: Future[list[Array]] | None, amaxes: dict[str, float], local: bool
-    ) -> Iterator[tuple[Step, list[Array]]]:
+        self, part: Part, future: Future[list[Tensor]] | None, amaxes: dict[str, float], local: bool
+    ) -> Iterator[tuple[Step, list[Tensor]]]:
         if part.place is Place.HERE:
             assert future
             yield part.step, future.result()
@@ -90,7 +93,7 @@ class ShardedEncoder:
         else:
             error, mine = None, np.empty(0, np.uint8)
             try:
-                mine = np.concatenate(future.result()) if future else mine
+                mine = np.concatenate([one.cpu().numpy() for one in future.result()]) if future else mine
             except Exception as raised:  # the others learn of it where they wait for these bytes
                 error = raised
                 if own := part.ranks[self._ranks.rank]:
@@ -128,6 +131,6 @@ class ShardedEncoder:
         with self._buffers.taken() as buffers:
             return weight_amax(step, context, buffers)
 
-    def _encode(self, step: Step, context: ConversionContext, amax: float | None) -> list[Array]:
+    def _encode(self, step: Step, context: ConversionContext, amax: float | None) -> list[Tensor]:
         with self._buffers.taken() as buffers:
             return encoded(step, context, buffers, amax)

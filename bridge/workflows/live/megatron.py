@@ -1,4 +1,4 @@
-"""GPTModels of Megatron-Core whose ranks hold parts (tensor, pipeline, expert), as a source of whole tensors."""
+"""GPTModels of Megatron-Core that ranks share, as a source."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from bridge.planning.memory import row_unit
 from bridge.planning.plan import Layout, Output, Plan, Step
 from bridge.quant.codec.arrays import Array
 from bridge.workflows.live.sharded import Range, SharedSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONSTANT = ("scale_2", "input_scale", "shape")  # parts that are of the whole matrix
 BY_ROWS = ("weight", "scale")
@@ -55,15 +59,17 @@ class Part:
         """Bytes that each rank makes."""
         return [step.nbytes if step else 0 for step in self.ranks]
 
-    def joined(self, arrays: Sequence[Array]) -> list[Array]:
+    def joined(self, arrays: Sequence[Array]) -> list[Tensor]:
         """The outputs of the step from the bytes that the ranks made."""
+        import torch
+
         made: dict[str, list[Array]] = {}
         for step, array in zip(self.ranks, arrays, strict=True):
             at = 0
             for output in step.outputs if step else ():
                 made.setdefault(output.part, []).append(array[at : at + output.spec.nbytes])
                 at += output.spec.nbytes
-        return [self._output(output, made[output.part]) for output in self.step.outputs]
+        return [torch.from_numpy(self._output(output, made[output.part])) for output in self.step.outputs]
 
     def _output(self, output: Output, pieces: list[Array]) -> Array:
         if output.part == "shape":  # of the rows of one rank

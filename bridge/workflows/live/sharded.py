@@ -34,8 +34,8 @@ class SharedSource(SourceBase):
         """Whether ranks hold a tensor as `torch.chunk` would cut it."""
         return False
 
-    def read_own(self, name: str, begin: int, end: int) -> np.ndarray:
-        """Rows of a tensor that this rank holds; `begin` and `end` count in the whole tensor."""
+    def own(self, name: str, begin: int, end: int) -> Any:
+        """Rows of a tensor that this rank holds, where they are; `begin` and `end` count in the whole tensor."""
         raise AssertionError(f"{name}: its rows are on several ranks")
 
 
@@ -76,18 +76,16 @@ class ShardedSource(MemorySource, SharedSource):
         ref = self._origins[name].ref
         return ref is not None and not ref.index
 
-    def read_own(self, name: str, begin: int, end: int) -> np.ndarray:
+    def own(self, name: str, begin: int, end: int) -> Any:
         ref = self._origins[name].ref
         assert ref is not None
         first, local = self._chunks(ref.live)[self.ranks.rank][0], self._local(ref.live)
         if not ref.index:
-            part = local[begin - first : end - first]
-        elif isinstance(at := ref.index[0], int):
-            part = replace(ref, index=(at - first, *ref.index[1:])).of(local)[begin:end]
-        else:
-            inside = (at[0] + begin - first, at[0] + end - first)
-            part = replace(ref, index=(inside, *ref.index[1:])).of(local)
-        return bits_of(part.detach(), self.specs[name].dtype)
+            return local[begin - first : end - first]
+        if isinstance(at := ref.index[0], int):
+            return replace(ref, index=(at - first, *ref.index[1:])).of(local)[begin:end]
+        inside = (at[0] + begin - first, at[0] + end - first)
+        return replace(ref, index=(inside, *ref.index[1:])).of(local)
 
     def _whole(self, live: str) -> Any:
         """A tensor of the model, gathered if it is cut; a stack of experts once for all of them."""
@@ -109,7 +107,8 @@ class ShardedSource(MemorySource, SharedSource):
         row = local.element_size() * (tensor.numel() // max(tensor.shape[0], 1))
         sizes = [(end - begin) * row for begin, end in self._chunks(live)]
         parts = self.ranks.gather(local.reshape(-1).view(torch.uint8).numpy(), sizes, None, live)
-        return torch.from_numpy(np.concatenate(parts)).view(tensor.dtype).reshape(tensor.shape)
+        whole = torch.from_numpy(np.concatenate(parts)).view(tensor.dtype).reshape(tensor.shape)
+        return whole.to(self._local(live).device)
 
     def _local(self, live: str) -> Any:
         tensor = self._state[live]
@@ -140,7 +139,14 @@ class OwnRows(Wrapped):
         self._own = own
 
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
-        return self._own.read_own(name, begin, end)
+        return bits_of(self._own.own(name, begin, end), self.specs[name].dtype)
+
+    def on_device(self, name: str, rows: Range | None = None) -> Any:
+        """Return rows of a tensor where they are, not to be changed; None if they are coded on the host."""
+        from bridge.quant.codec.on_device import HOST, best_way
+
+        own = self._own.own(name, *(rows or (0, self.specs[name].shape[0])))
+        return None if best_way(own) == HOST else own
 
 
 def is_sharded(model: Any) -> bool:

@@ -12,7 +12,6 @@ from bridge.core.errors import LiveError, SourceError
 from bridge.core.formats.safetensors import stored_shape
 from bridge.core.values import TensorSpec
 from bridge.planning.plan import Output, Plan, Step
-from bridge.quant.codec.arrays import Array
 from bridge.streaming.context import ConversionContext
 from bridge.streaming.run import check_ties
 from bridge.workflows.live.digests import Digest
@@ -116,15 +115,14 @@ class Tensors:
             ranks.agree({"plan": self.plan.digest, "number of iterations": self._rounds}, what)
         check_ties(self._context)
 
-    def _tensors(self, steps: Iterator[tuple[Step, list[Array]]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, steps: Iterator[tuple[Step, list[torch.Tensor]]]) -> Iterator[tuple[str, torch.Tensor]]:
         import torch
 
         device = self._model.device
-        for step, arrays in steps:
+        for step, made in steps:
             for output in step.outputs:
                 meta = _meta(output.spec)
-                plain = torch.from_numpy(arrays.pop(0)).view(getattr(torch, meta.dtype))
-                yield meta.name, plain.reshape(meta.shape).to(device)
+                yield meta.name, made.pop(0).view(getattr(torch, meta.dtype)).reshape(meta.shape).to(device)
 
     def digest(self) -> str:
         """SHA-256 of the tensors as they are now: one pass. `bridge.live.digest` gives the same of a directory."""

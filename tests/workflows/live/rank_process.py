@@ -15,6 +15,8 @@ from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
 import bridge
+from bridge.quant.codec import on_device
+from bridge.workflows.live import encoding
 from tests.models.decoder_families import build
 from tests.workflows.live.families import FIELDS
 
@@ -61,6 +63,22 @@ def equal(family: str, scheme: str | None, **options: Any) -> dict[str, Any]:
     places = {str(part.place) for part in source._encoder.parts}  # type: ignore[union-attr]
     made = sum(meta.nbytes for meta in source.metadata)
     return {"differing": differing, "received": received, "made": made, "places": [*places]}
+
+
+def there(**named: Any) -> dict[str, Any]:
+    """`equal`, by plain torch where a GPU's tensors are; and how many steps the host took of the sharded model."""
+    best, plain, hosted = on_device.best_way, encoding.write_step, list[str]()
+    source_kinds = {"ShardedSource", "OwnRows"}
+
+    def counted(step: Any, context: Any, *rest: Any) -> Any:
+        hosted.extend([step.outputs[0].spec.name] if type(context.source).__name__ in source_kinds else [])
+        return plain(step, context, *rest)
+
+    on_device.best_way, encoding.write_step = (lambda tensor: on_device.TORCH), counted
+    try:
+        return equal(**named) | {"hosted": hosted}
+    finally:
+        on_device.best_way, encoding.write_step = best, plain
 
 
 def local(family: str, scheme: str | None) -> dict[str, Any]:
@@ -128,7 +146,7 @@ def dead() -> dict[str, Any]:
     return {"error": ""}
 
 
-CASES: dict[str, Any] = {"equal": equal, "local": local, "failing": failing, "dead": dead}
+CASES: dict[str, Any] = {"equal": equal, "there": there, "local": local, "failing": failing, "dead": dead}
 
 
 def main() -> None:

@@ -78,6 +78,15 @@ def test_every_rank_yields_the_tensors_of_the_whole_model(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("given", "places"), [EQUAL[n] for n in (0, 2, 3, 5)], ids=str)
+def test_ranks_encode_where_their_rows_are(given: dict[str, Any], places: set[str], pair: Trainers) -> None:
+    wanted = [reply["received"] for reply in pair.ask("equal", **given)]
+    for reply, received in zip(pair.ask("there", **given), wanted, strict=True):
+        assert (reply["differing"], reply["hosted"], reply["received"]) == ([], [], received)
+        assert {*reply["places"]} == places
+
+
+@pytest.mark.slow
 def test_codes_pass_between_ranks_and_not_weights(pair: Trainers) -> None:
     received = {}
     for scheme in (None, "fp8_pc_pt", "nvfp4_wo"):
