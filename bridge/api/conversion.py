@@ -250,7 +250,7 @@ def _warn_of_resumed(work: Work, resolved: ResolvedRequest) -> None:
     if work.done or calibrated:
         has = f"{len(work.done):,} of {number(len(resolved.plan.steps), 'tensor')}"
         has = f"a calibration and {has}" if calibrated else has
-        warn(f"{work.directory}: continues an unfinished run, which has {has}; --no-resume (resume=False) starts again")
+        warn(f"{work.directory}: continues an unfinished run, which has {has}; resume=False (--no-resume) starts again")
 
 
 def noting_rule(resolved: ResolvedRequest, why: str) -> ResolvedRequest:

@@ -94,7 +94,7 @@ def _made(
     of, media = ("images", given["images"]) if kind == "image" else ("sound", given["audio"])
     if said:
         if not getattr(processor, "chat_template", None):
-            raise UsageError(f"{directory}: the processor has no chat template; leave out chat (--chat)")
+            raise UsageError(f"{directory}: the processor has no chat template; leave out chat=True (--chat)")
         shown: list[dict[str, str]] = [{"type": kind}] * len(media)  # before what the user says last
         texts = [{"type": "text", "text": one["content"]} for one in said]
         chat = [{**one, "content": [content]} for one, content in zip(said, texts, strict=True)]

@@ -101,7 +101,7 @@ def _prompt(
     if architecture in classes_of(READS, TRANSCRIBES):
         what = "reads an image" if architecture in classes_of(READS) else "hears a sound"
         if said:
-            raise UsageError(f"{architecture} {what}, and no chat; leave out chat (--chat)")
+            raise UsageError(f"{architecture} {what}, and no chat; leave out chat=True (--chat)")
         if architecture in classes_of(TRANSCRIBES):
             made = sound_alone(words.directory, sounds)
         else:

@@ -215,7 +215,7 @@ class Tokens:
 
         tokenizer = load_tokenizer(None, self.directory, str(self.directory))
         if not getattr(tokenizer, "chat_template", None):
-            raise UsageError(f"{self.directory}: the tokenizer has no chat template; leave out chat (--chat)")
+            raise UsageError(f"{self.directory}: the tokenizer has no chat template; leave out chat=True (--chat)")
         try:
             rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise errors of their own

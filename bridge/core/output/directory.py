@@ -29,8 +29,8 @@ from bridge.core.text import size
 
 # The end of a message on unfinished work that is kept, by whether the run resumes.
 HOW_TO_GO_ON = {
-    True: "the same command goes on from there, --no-resume (resume=False) discards it",
-    False: "the command without --no-resume (resume=False) goes on from there",
+    True: "the same command goes on from there, resume=False (--no-resume) discards it",
+    False: "the command without resume=False (--no-resume) goes on from there",
 }
 
 
@@ -139,7 +139,7 @@ def partial_directory(
             if not (kept and _has_finished(journal, work)):
                 run_despite_signal(lambda: _discard(journal, work, identity))
             elif isinstance(error, keeps):
-                error.add_note(f"what was done before is kept in {work}; --no-resume (resume=False) discards it")
+                error.add_note(f"what was done before is kept in {work}; resume=False (--no-resume) discards it")
             else:
                 error.add_note(f"what is done is kept in {work}; the same command goes on from there")
             raise

@@ -13,7 +13,7 @@ from bridge.core.values import NARROW, Format, Numeric, Site, Structure, TensorS
 from bridge.quant.schemes.scheme import Scheme
 
 SIZES = (128, 64, 32)
-NOTE = "INT4 blocks of {size} instead of {first}: {module} has in = {width}, and a checkpoint has one size"
+NOTE = "{kind} blocks of {size} instead of {first}: {module} has in = {width}, and a checkpoint has one size"
 
 
 def with_dividing_blocks(scheme: Scheme, structure: Structure, specs: Mapping[str, TensorSpec]) -> Scheme:
@@ -34,7 +34,8 @@ def with_dividing_blocks(scheme: Scheme, structure: Structure, specs: Mapping[st
         return scheme
     module = next(module for module, width in widths.items() if width % SIZES[0])
     rules = tuple(replace(rule, format=_in_blocks(rule.format, size)) for rule in scheme.rules)
-    note = NOTE.format(size=size, first=SIZES[0], module=module, width=widths[module])
+    kind = next(form.weight[0].dtype for form in scheme.formats if _has_blocks(form)).upper()
+    note = NOTE.format(kind=kind, size=size, first=SIZES[0], module=module, width=widths[module])
     return replace(scheme, weight=_weight(scheme.weight, size), rules=rules, note=note)
 
 

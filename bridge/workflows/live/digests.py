@@ -38,6 +38,8 @@ def digest(directory: str | Path) -> str:
     >>> bridge.live.digest("examples/models/tiny-llama")[:16]
     '51a286c2d543789b'
     """
+    if not Path(directory).is_dir():
+        raise SourceError(f"{directory}: is no directory; give one that `convert` wrote for a server")
     paths = sorted(Path(directory).glob("*.safetensors"))
     if not paths:
         raise SourceError(f"{directory}: has no safetensors file; name a directory that `convert` wrote for a server")

@@ -60,7 +60,7 @@ def test_a_batch_that_does_not_resume_begins_without_calibrations(tmp_path: Path
     ):
         assert names(folder) == [LOCK]
         raise KeyboardInterrupt
-    assert "the command without --no-resume (resume=False) goes on from there" in stopped.value.__notes__[0]
+    assert "the command without resume=False (--no-resume) goes on from there" in stopped.value.__notes__[0]
     assert names(tmp_path) == []
 
 
