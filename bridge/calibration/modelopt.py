@@ -129,6 +129,7 @@ def provenance_of(job: CalibrationJob, model: Any, used: Sequence[str] = PACKAGE
         codes=chosen_words(job.scheme.formats),
         smoothed=smoothed_words(job.scheme.formats),
         rotation=job.source.rotation,
+        text=job.data.text,
     )
 
 

@@ -54,6 +54,7 @@ class Provenance:
     chosen for, `codes`: the formats that they were chosen in (`describe.chosen_words`); both "" without such codes.
     `rule`: why this scheme, if a name such as int4:best chose it by measurement. `smoothed`: the codes that AWQ
     searched its pre-scales for (`describe.smoothed_words`). `rotation`: that of the model's weights, "" for none.
+    `text`: what the data are, in words.
     """
 
     scheme: str
@@ -71,6 +72,7 @@ class Provenance:
     rule: str = ""
     smoothed: str = ""
     rotation: str = later("")
+    text: str = later("")
 
 
 @dataclass(frozen=True)

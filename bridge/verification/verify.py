@@ -149,7 +149,8 @@ def _run(
     if reference:
         evaluation, not_run = _evaluated(runtime, plan, statistics, source, reference, check.gate, progress)
         evaluation = replace(evaluation, passed=True, why="") if evaluation and old else evaluation
-        evaluation = replace(evaluation, text=check.data.text) if evaluation and check.data else evaluation
+        text = statistics.provenance.text if statistics else check.data.text if check.data else ""
+        evaluation = replace(evaluation, text=text) if evaluation else None
         outputs = with_evaluation(outputs, evaluation, judges=not old and not decodes)
         if evaluation and evaluation.tokens < (check.evaluate or 0):
             where = "the calibration keeps" if statistics and statistics.held_out else "the text has"
