@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.live import load_process
+from tests.workflows.load import load_process
 
 import bridge
 from tests.models.decoder_families import build
