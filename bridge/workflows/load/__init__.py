@@ -1,1 +1,1 @@
-"""Fill a live model with a checkpoint, each process with its part alone."""
+"""Fill a live model with a checkpoint: each process its own part."""

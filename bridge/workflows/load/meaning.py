@@ -1,4 +1,4 @@
-"""Compare what a live model computes with what its checkpoint was trained for.
+"""Compare what a live model computes with what its checkpoint states.
 
 Two models may have equal names and shapes, and yet read the same weights otherwise: 16 heads of 16, or 8 of 32.
 """
