@@ -29,7 +29,7 @@ def unwrapped(model: Any, parts: bool = False) -> Any:
     model = _inner(model)
     tensors = [*model.parameters(), *model.buffers()]
     if not any(_inner(m) is not m or _plain_class(m) is not type(m) for m in model.modules()) and not any(
-        _is_distributed(tensor) for tensor in tensors
+        is_distributed(tensor) for tensor in tensors
     ):
         return model
     for module in model.modules():
@@ -54,7 +54,7 @@ def unwrapped(model: Any, parts: bool = False) -> Any:
 def cut_tensors(model: Any) -> list[str]:
     """The names of parameters and buffers of which this rank holds only a part."""
     every = [*model.named_parameters(), *model.named_buffers()]
-    return [name for name, tensor in every if _is_distributed(tensor) and tensor.to_local().shape != tensor.shape]
+    return [name for name, tensor in every if is_distributed(tensor) and tensor.to_local().shape != tensor.shape]
 
 
 def _copy(module: Any, copies: dict[int, Any], parts: bool) -> Any:
@@ -83,7 +83,7 @@ def _copy(module: Any, copies: dict[int, Any], parts: bool) -> Any:
 
 
 def _tensor(tensor: Any, copies: dict[int, Any], parts: bool) -> Any:
-    if parts or not _is_distributed(tensor):
+    if parts or not is_distributed(tensor):
         return tensor
     if id(tensor) not in copies:
         local = tensor.to_local().detach()
@@ -108,6 +108,7 @@ def _plain_class(module: Any) -> Any:
     return cls
 
 
-def _is_distributed(tensor: Any) -> bool:
+def is_distributed(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor."""
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return dtensor is not None and isinstance(tensor, dtensor)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from bridge.core.arrays import Buffers
-from bridge.core.dtypes import to_float32
+from bridge.core.dtypes import FLOATS, to_float32
+from bridge.core.errors import SourceError
 from bridge.core.files.handles import read_into
 from bridge.core.remote.path import remote
 from bridge.core.values import Slice, TensorSpec
@@ -23,6 +24,7 @@ from bridge.planning.memory import extent, held_whole, rows_at_once
 from bridge.planning.plan import Step
 from bridge.sources.live_models.loading import as_tensor
 from bridge.sources.source import Delegate, Source
+from bridge.streaming.encode import OVERFLOW
 from bridge.streaming.rows import Rows, join
 
 LEAST_COLUMNS = 4096  # bytes of a row's columns that are read alone: a disk reads whole pages
@@ -40,6 +42,7 @@ class Reader(Delegate):
         super().__init__(source)
         self.specs = dict(source.specs)
         self.nbytes = 0
+        self.not_finite: dict[str, int] = {}
         self._lock = threading.Lock()
         self._cuts: dict[str, tuple[Extent, tuple[int, int]]] = {}
 
@@ -69,6 +72,10 @@ class Reader(Delegate):
                 read_into(fd, into, at + (row * width + cols[0]) * extent.itemsize, extent.span.path)
         return self._counted(out)
 
+    def count_not_finite(self, name: str, count: int) -> None:
+        with self._lock:
+            self.not_finite[name] = self.not_finite.get(name, 0) + count
+
     def _counted(self, array: Array) -> Array:
         with self._lock:
             self.nbytes += array.nbytes
@@ -95,7 +102,23 @@ def fill(part: Part, step: Step, source: Reader, buffers: Buffers) -> None:
             into, first = tensor[index], before + offsets[axes - 1]
             for begin, rows in _pieces(narrowed, first, first + len(into), source, buffers):
                 piece = into[begin - first : begin - first + len(rows)]
+                _check(rows, part, source)
                 piece.copy_(rows.reshape(piece.shape))
+
+
+def _check(rows: Any, part: Part, source: Reader) -> None:
+    """SourceError if the cast would make infinity of a number; values that are none already are counted."""
+    if part.dtype not in (*FLOATS, "float64") or not rows.numel():
+        return
+    largest = max(abs(float(end)) for end in rows.aminmax())
+    if not math.isfinite(largest):
+        numbers = rows[rows.isfinite()]
+        source.count_not_finite(part.name, rows.numel() - numbers.numel())
+        largest = float(numbers.abs().max()) if numbers.numel() else 0.0
+    if largest >= OVERFLOW.get(part.dtype, math.inf):
+        raise SourceError(
+            f"{part.name}: {largest:g} does not fit {part.dtype}; give a model of another dtype (bfloat16, float32)"
+        )
 
 
 def row_axes(step: Step, shape: tuple[int, ...], specs: Mapping[str, TensorSpec]) -> int:

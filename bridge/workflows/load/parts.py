@@ -6,7 +6,6 @@ A part is memory of the model: writing into it changes the model. Nothing is gat
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from bridge.core.errors import UsageError, first_line
 from bridge.core.text import named
 from bridge.sources.memory.megatron_parts import Part
-from bridge.sources.memory.unwrapped import unwrapped
+from bridge.sources.memory.unwrapped import is_distributed, unwrapped
 
 META = (
     "on the meta device, without memory to fill: call model.to_empty(device=...) first, and after that what computes "
@@ -40,17 +39,31 @@ def plain(module: Any) -> Any:
 
 
 def check_memory(modules: Sequence[Any]) -> None:
-    """UsageError for tensors without memory, and for FSDP1, which flattens its parameters."""
+    """UsageError for tensors without memory or with shared values, and for FSDP1, which flattens its parameters."""
     tensors = [pair for module in modules for pair in (*module.named_parameters(), *module.named_buffers())]
     if meta := [name for name, tensor in tensors if tensor.is_meta]:
         raise UsageError(f"{named(meta)}: {META}")
     if any(type(tensor).__name__ == "FlatParameter" for _, tensor in tensors):
         raise UsageError("the model is wrapped in FSDP1, whose parameters are flattened; use fully_shard (FSDP2)")
+    if shared := [name for module in modules for name, tensor in _saved(module) if _overlaps(tensor)]:
+        raise UsageError(f"{named(shared)}: several of its values are one place in memory (expand); give it a .clone()")
+
+
+def _overlaps(tensor: Any) -> bool:
+    """Whether two values of a tensor may lie at one place."""
+    local = tensor.detach().to_local() if is_distributed(tensor) else tensor
+    reach = 0  # of the axes with smaller strides
+    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)) if local.numel() else ():
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def is_sharded(modules: Sequence[Any]) -> bool:
     """Whether other processes hold parts of the model."""
-    return any(_is_dtensor(tensor) for module in modules for tensor in _tensors(module))
+    return any(is_distributed(tensor) for module in modules for tensor in _tensors(module))
 
 
 @dataclass(frozen=True)
@@ -142,7 +155,7 @@ def _saved(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _part(name: str, tensor: Any) -> Part:
-    if not _is_dtensor(tensor):
+    if not is_distributed(tensor):
         return Part(name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.ndim)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -158,8 +171,3 @@ def _part(name: str, tensor: Any) -> Part:
 def _tensors(module: Any) -> Iterator[Any]:
     yield from module.parameters()
     yield from module.buffers()
-
-
-def _is_dtensor(tensor: Any) -> bool:
-    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return dtensor is not None and isinstance(tensor, dtensor)

@@ -13,11 +13,13 @@ from bridge.api.plans import plan as make_plan
 from bridge.core.dtypes import DTYPES, FLOATS
 from bridge.core.errors import PlanError
 from bridge.core.values import Slice, TensorSpec
-from bridge.planning.memory import PIECE, extent
+from bridge.planning.memory import extent
 from bridge.planning.plan import Output, Step
 from bridge.sources.live_models.checkpoint_names import Origin, live_names, tied_names
 from bridge.sources.source import Source
+from bridge.streaming.run import equal_bits
 from bridge.workflows.load.fill import row_axes
+from bridge.workflows.load.meaning import unlike_config
 
 if TYPE_CHECKING:
     from bridge.planning.plan import Plan
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 
 STACK = 3  # axes of all experts of a layer
 _SLAB = re.compile(r"\[\d+\]\.(\d+)")
-BUFFERS = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$|attn\.bias$")  # that older checkpoints have
+BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias)$")
+COMPUTED_NOW = "a buffer of older checkpoints; transformers computes it"
 COMPUTED = "transformers computes it from the checkpoint's tensors; load a checkpoint that it saved (save_pretrained)"
 
 
@@ -45,6 +48,7 @@ class Steps:
 def hf_steps(model: Any, source: Source) -> Steps:
     """Steps of a model of transformers, whose experts may be stacked where the checkpoint has each by itself."""
     origins, found = live_names(model, source.specs), Steps()
+    found.problems += unlike_config(model.config, source.config)
     _place_others(model, source, origins, found)
     pieces: dict[str, list[tuple[int, Slice]]] = {}
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if hasattr(tensor, "shape")}
@@ -79,8 +83,10 @@ def _place_others(model: Any, source: Source, origins: Mapping[str, Origin], fou
             continue
         if name in tied:
             found.dropped[name] = f"tied to {tied[name]}"
-        elif any(re.search(pattern, name) for pattern in patterns) or BUFFERS.search(name):
+        elif any(re.search(pattern, name) for pattern in patterns):
             found.dropped[name] = f"{type(model).__name__} of transformers leaves it out"
+        elif BUFFERS.search(name):
+            found.dropped[name] = COMPUTED_NOW
         else:
             found.problems.append((name, f"{type(model).__name__} has no place for it"))
 
@@ -214,15 +220,19 @@ def _apart(step: Step, specs: Mapping[str, TensorSpec]) -> Step:
 
 
 def same_values(one: Step, other: Step, source: Source) -> bool:
-    """Whether two stored matrices are equal; the same tensor is."""
-    first, second = source.specs[one.source], source.specs[other.source]
-    if first == second:
-        return True
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
+    """Whether two steps make equal bits: each of their stored tensors is compared."""
+    if one.shift != other.shift or len(one.inputs) != len(other.inputs):
         return False
-    at_once = max(1, PIECE // max(first.nbytes // first.shape[0], 1))
-    for begin in range(0, first.shape[0], at_once):
-        end = min(begin + at_once, first.shape[0])
-        if (source.read_rows(first.name, begin, end) != source.read_rows(second.name, begin, end)).any():
+    for first, second in zip(one.inputs, other.inputs, strict=True):
+        if replace(first, source="") != replace(second, source="") or bool(first.source) != bool(second.source):
+            return False
+        if first.source != second.source and not _equal(source, first.source, second.source):
             return False
     return True
+
+
+def _equal(source: Source, name: str, other: str) -> bool:
+    one, two = source.specs[name], source.specs[other]
+    if one.shape or two.shape:
+        return equal_bits(source, one, source, two)
+    return one.dtype == two.dtype and source.read(name).tobytes() == source.read(other).tobytes()  # has no rows

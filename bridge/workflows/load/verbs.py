@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bridge.core.arrays import Buffers
     from bridge.planning.plan import Step
     from bridge.sources.memory.megatron_parts import Part
+    from bridge.workflows.load.fill import Reader
     from bridge.workflows.load.steps import Steps
 
 ERAS = ("0.3", "0.2")  # of torchtitan's names
@@ -40,6 +41,8 @@ class Loaded:
     seconds: float
     dropped: Mapping[str, str] = field(default_factory=dict)
     """Tensor of the checkpoint that has no place in this model -> why."""
+    not_finite: Mapping[str, int] = field(default_factory=dict)
+    """Tensor of the model -> how many NaN and infinities of the checkpoint were copied into this process's part."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ def load(
     The model is one of transformers, torchtitan or Megatron-Core (`[chunk, ...]` of a stage), plain or sharded: by
     `fully_shard`, as DTensors, or by Megatron's tensor, pipeline and expert ranks. Of a sharded one every process
     calls this, and each reads its own part alone. Names, shapes and dtypes of all tensors are compared first, on all
-    processes; an error before that is over leaves every model as it was. Values are then cast as `Tensor.copy_` casts.
+    processes, and heads, rotary positions, epsilons, activation and experts per token of the two configurations; an
+    error before that is over leaves every model as it was. Values are then cast as `Tensor.copy_` casts.
 
     Args:
         source: what `convert` takes: a directory of any dialect, a hub id, a GGUF file, a model in memory.
@@ -78,8 +82,10 @@ def load(
 
     Raises:
         UsageError: the model has no memory (meta device), or is of no known kind; other processes did not come.
-        PlanError: a tensor of the model gets no value, one of the checkpoint has no place, or two shapes differ.
-        WriteError: reading failed after writing began, in any process; the model is then partly filled.
+        PlanError: a tensor of the model gets no value, one of the checkpoint has no place, or two shapes or two
+            fields of the configurations differ.
+        WriteError: reading failed after writing began, in any process, or a number does not fit the model's dtype;
+            the model is then partly filled.
 
     >>> import transformers
     >>> config = transformers.AutoConfig.from_pretrained("examples/models/tiny-llama")
@@ -98,12 +104,12 @@ def load(
             opened = _opened(source, config, base, decode)
             planned = _planned(modules, opened)
             _agree(peers, opened, planned)
-            read = _filled(planned, opened, peers)
+            reader = _filled(planned, opened, peers)
     except CalibrationError as error:  # of a process that is gone
         raise WriteError(f"load of {source}: {error}; the model may be partly filled: load it again") from error
     nbytes = sum(part.tensor.nbytes for part, _ in planned.parts)
     seconds = time.monotonic() - begun
-    return Loaded(opened.where, len(planned.parts), nbytes, read, seconds, planned.dropped)
+    return Loaded(opened.where, len(planned.parts), nbytes, reader.nbytes, seconds, planned.dropped, reader.not_finite)
 
 
 def _opened(source: Any, config: Any, base: Any, decode: bool) -> Source:
@@ -144,17 +150,15 @@ def _planned(modules: Sequence[Any], source: Source) -> _Planned:
             why = f"the model ties it to {first}, but the checkpoint has other values; give a model that ties none"
             problems.append((name, why))
     if problems:
-        raise PlanError(
-            "\n".join(
-                [
-                    f"{source.where} does not fit {type(modules[0]).__name__} in memory; nothing was changed:",
-                    *(f"  {line}" for line in fold_problems(problems)),
-                ]
-            )
-        )
+        raise _misfit(source, modules[0], problems)
     chosen.sort(key=lambda pair: source.place(pair[1].source) if pair[1].source else ("", 0))
     elsewhere = frozenset(name for name in steps.of if name not in used and name not in twice)
     return _Planned(chosen, {**steps.dropped, **{name: f"tied to {first}" for name, first in twice.items()}}, elsewhere)
+
+
+def _misfit(source: Source, model: Any, problems: Sequence[tuple[str, str]]) -> PlanError:
+    first = f"{source.where} does not fit {type(model).__name__} in memory; nothing was changed:"
+    return PlanError("\n  ".join([first, *fold_problems(problems)]))
 
 
 def _chosen(
@@ -189,6 +193,7 @@ def _chosen(
 def _module_steps(modules: Sequence[Any], source: Source, parts: Mapping[str, Part]) -> Steps:
     """Steps for a model of transformers or, by the names of its tensors, of torchtitan."""
     from bridge.sources.dialects.opening import dialect_of
+    from bridge.workflows.load.meaning import unlike_titan
     from bridge.workflows.load.parts import joined_rows
     from bridge.workflows.load.steps import dialect_steps, hf_steps, joined_steps
 
@@ -202,6 +207,8 @@ def _module_steps(modules: Sequence[Any], source: Source, parts: Mapping[str, Pa
     dialect = dialect_of(f"{where}: load fills {KINDS}", specs)
     if dialect != "torchtitan":
         raise UsageError(f"{where}: its tensors have {dialect}'s names; load fills {KINDS}")
+    if problems := [*unlike_titan(modules, source.config)]:  # other heads are other rows of a joined matrix
+        raise _misfit(source, first, problems)
     tries = [{"era": era, **drafts} for era in ERAS for drafts in ({}, {"drafts": "drop"})]
     joined = joined_rows(modules)
     asked = {*parts} - joined.keys() | {run.name for runs in joined.values() for run in runs}
@@ -238,8 +245,8 @@ def _agree(peers: Workers | None, source: Source, planned: _Planned) -> None:
         raise PlanError("\n  ".join([f"{source.where} does not fit the model; nothing was changed:", *lines]))
 
 
-def _filled(planned: _Planned, source: Source, peers: Workers | None) -> int:
-    """Fill all parts, and wait for the other processes; the bytes that were read."""
+def _filled(planned: _Planned, source: Source, peers: Workers | None) -> Reader:
+    """Fill all parts, and wait for the other processes; what was read."""
     from bridge.streaming.rows import in_threads
     from bridge.workflows.load.fill import Reader, fill
 
@@ -256,4 +263,4 @@ def _filled(planned: _Planned, source: Source, peers: Workers | None) -> int:
         ) from error
     if peers:
         peers.agree("filled")
-    return reader.nbytes
+    return reader

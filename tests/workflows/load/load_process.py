@@ -186,3 +186,12 @@ def titan(hf: dict[str, Any], config: dict[str, Any], name: str, era: str) -> di
     return {
         key: value.full_tensor().numpy() for key, value in model.state_dict().items() if hasattr(value, "full_tensor")
     }
+
+
+def titan_refusals(hf: dict[str, Any], config: dict[str, Any], name: str, era: str, changes: list[Any]) -> list[str]:
+    """The refusals of torchtitan's own model, for each change of the checkpoint's configuration."""
+    from tests.oracles import torchtitan_process
+    from tests.targets.dcp.test_torchtitan import of_hf
+
+    model = emptied(torchtitan_process._build(era, name)[0])
+    return [refusal(model, of_hf(hf, config | change)) for change in changes]

@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 import bridge
 from bridge.core.arrays import Buffers
 from bridge.core.errors import PlanError, UsageError, WriteError
+from bridge.core.values import Slice, TensorSpec
+from bridge.planning.plan import Output, Step
 from bridge.sources.memory.megatron_parts import Part
 from bridge.sources.opening import open_source
 from bridge.workflows.load.fill import Reader, fill
-from bridge.workflows.load.steps import settled
+from bridge.workflows.load.steps import same_values, settled
 from tests.models.decoder_families import DECODERS, STACKED, build
 from tests.models.sources_made import MadeSource
 from tests.targets.dcp.test_torchtitan import LLAMA, OSS, made
@@ -74,6 +76,25 @@ def test_values_are_cast_as_torch_casts(tmp_path: Path) -> None:
     assert not differing(
         model, {key: tensor.half() for key, tensor in build(DENSE, torch.float32).state_dict().items()}
     )
+
+
+def test_a_number_that_the_models_dtype_does_not_hold_is_told(tmp_path: Path) -> None:
+    build(DENSE, torch.float32).save_pretrained(tmp_path)
+    added(tmp_path, **{"model.norm.weight": torch.full((60,), 1e6)})
+    with pytest.raises(WriteError, match=r"model\.norm\.weight: 1e\+06 does not fit float16; give a model of another"):
+        bridge.load(emptied(DENSE, torch.float16), tmp_path)
+    assert not bridge.load(emptied(DENSE), tmp_path).not_finite
+
+
+def test_what_is_no_number_is_copied_and_counted(tmp_path: Path) -> None:
+    build(DENSE, torch.float32).save_pretrained(tmp_path)
+    values = torch.ones(60)
+    values[3], values[7], values[8] = torch.nan, torch.inf, -torch.inf
+    added(tmp_path, **{"model.norm.weight": values})
+    model = emptied(DENSE, torch.float16)
+    assert bridge.load(model, tmp_path).not_finite == {"model.norm.weight": 3}
+    wanted = type(model).from_pretrained(tmp_path, dtype=torch.float16).state_dict()
+    assert torch.equal(model.model.norm.weight.view(torch.int16), wanted["model.norm.weight"].view(torch.int16))
 
 
 def test_a_model_in_memory_is_a_source() -> None:
@@ -134,14 +155,27 @@ def test_every_tensor_that_does_not_fit_is_told_before_anything_changes(tmp_path
         assert line in str(told.value)
 
 
-def test_tensors_that_transformers_leaves_out_are_told(tmp_path: Path) -> None:
+def added(directory: Path, **tensors: torch.Tensor) -> None:
+    """Add tensors to a checkpoint, or replace those it has."""
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), **tensors}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(("family", "name", "why"), [
+    (DENSE, "model.layers.0.self_attn.rotary_emb.inv_freq", "a buffer of older checkpoints; transformers computes it"),
+    ("GPT2LMHeadModel", "transformer.h.0.attn.bias", "GPT2LMHeadModel of transformers leaves it out"),
+])  # fmt: skip
+def test_tensors_that_transformers_leaves_out_are_told(family: str, name: str, why: str, tmp_path: Path) -> None:
+    saved(family, tmp_path)
+    added(tmp_path, **{name: torch.zeros(5)})
+    assert bridge.load(emptied(family), tmp_path).dropped == {name: why}
+
+
+def test_a_bias_of_attention_is_no_buffer(tmp_path: Path) -> None:
     saved(DENSE, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(5)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    model = emptied(DENSE)
-    why = "LlamaForCausalLM of transformers leaves it out"
-    assert bridge.load(model, tmp_path).dropped == {"model.layers.0.self_attn.rotary_emb.inv_freq": why}
+    added(tmp_path, **{"model.layers.0.self_attn.bias": torch.zeros(5)})
+    with pytest.raises(PlanError, match=r"self_attn\.bias: LlamaForCausalLM has no place for it"):
+        bridge.load(emptied(DENSE), tmp_path)
 
 
 def test_a_model_without_memory_is_told_how_to_get_some(tmp_path: Path) -> None:
@@ -150,6 +184,45 @@ def test_a_model_without_memory_is_told_how_to_get_some(tmp_path: Path) -> None:
         model = transformers.AutoModelForCausalLM.from_config(build(DENSE).config)
     with pytest.raises(UsageError, match=r"on the meta device.*model\.to_empty\(device=\.\.\.\) first"):
         bridge.load(model, tmp_path)
+
+
+@pytest.mark.parametrize("overlapping", [
+    torch.zeros(60, dtype=torch.bfloat16)[:1].expand(60),
+    torch.zeros(60, dtype=torch.bfloat16).as_strided((6, 10), (5, 1)),
+])  # fmt: skip
+def test_a_parameter_whose_values_share_memory_is_refused(overlapping: torch.Tensor, tmp_path: Path) -> None:
+    saved(DENSE, tmp_path)
+    model = emptied(DENSE)
+    model.model.norm.weight.data = overlapping
+    with pytest.raises(UsageError, match=r"model\.norm\.weight: several of its values are one place in memory"):
+        bridge.load(model, tmp_path)
+
+
+def test_a_parameter_of_strides_is_filled(tmp_path: Path) -> None:
+    saved(DENSE, tmp_path)
+    model = emptied(DENSE)
+    model.lm_head.weight.data = torch.zeros(60, 200, dtype=torch.bfloat16)[:, 3:100].T
+    bridge.load(model, tmp_path)
+    assert not differing(model, build(DENSE).state_dict())
+
+
+def values_step(*names: str) -> Step:
+    spec = TensorSpec("joined", (1,), "float32")
+    return Step(tuple(Slice(name) for name in names), (Output(spec, "weight", ""),))
+
+
+@pytest.mark.parametrize(("pairs", "same"), [
+    ([(np.float32(3), np.float32(3))], True),  # scalars
+    ([(np.float32(3), np.float32(4))], False),
+    ([(np.zeros((0, 4), np.float32),) * 2], True),
+    ([(np.full(4, np.nan, np.float32),) * 2], True),
+    ([(np.ones(4, np.float32),) * 2, (np.ones(4, np.float32), np.zeros(4, np.float32))], False),  # joined: all of them
+])  # fmt: skip
+def test_two_steps_are_compared_by_the_bits_of_all_their_tensors(pairs: list[Any], same: bool) -> None:
+    arrays = {f"{side}{at}": np.asarray(x) for at, pair in enumerate(pairs) for side, x in zip("ab", pair, strict=True)}
+    source = MadeSource(arrays, {name: TensorSpec(name, x.shape, "float32") for name, x in arrays.items()})
+    one, other = (values_step(*(f"{side}{at}" for at in range(len(pairs)))) for side in "ab")
+    assert same_values(one, other, source) is same
 
 
 def test_other_modules_and_values_are_refused(tmp_path: Path) -> None:
@@ -231,7 +304,7 @@ def boxed_source(config: dict[str, Any]) -> MadeSource:
         return made(config)
     model = build("GptOssForCausalLM", torch.float32)
     arrays = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
-    specs = {name: bridge.core.values.TensorSpec(name, a.shape, "float32") for name, a in arrays.items()}
+    specs = {name: TensorSpec(name, a.shape, "float32") for name, a in arrays.items()}
     return MadeSource(arrays, specs, model.config.to_dict() | {"architectures": ["GptOssForCausalLM"]})
 
 

@@ -81,6 +81,34 @@ def test_torchtitans_sharded_model_has_the_tensors_of_its_own_adapter(name: str,
         assert not [key for key, value in whole.items() if not np.array_equal(value, known.native[key])]
 
 
+CHANGES: dict[str, dict[str, dict[str, Any]]] = {
+    "llama3": {
+        "config.num_attention_heads: is 6 in the model, 3 in": {
+            "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20,
+        },
+    },
+    "qwen3-moe": {
+        "config.rms_norm_eps: is ": {"rms_norm_eps": 1e-2},
+        "config.rope_parameters.rope_theta: is 5000.0 in the model, 70000.0 in": {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 7e4},
+        },
+        "config.num_experts_per_tok: is 3 in the model, 2 in": {"num_experts_per_tok": 2},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("era", torchtitan_oracle.ERAS)
+def test_a_torchtitan_model_of_another_configuration_is_refused(name: str, era: str) -> None:
+    known = torchtitan_oracle.family(name, era)
+    given = known.hf, known.config_hf, name, era, [{}, *CHANGES[name].values()]
+    accepted, *texts = torchtitan_oracle._process(era).submit(load_process.titan_refusals, *given).result()
+    assert not accepted
+    for line, text in zip(CHANGES[name], texts, strict=True):
+        assert line in text, text
+        assert text.startswith("PlanError") and text.endswith("kept")
+
+
 MEGATRON = [
     ({"world": 2, "tp": 2}, ("llama", "qwen3", "qwen3-moe", "deepseek")),
     ({"world": 2, "pp": 2}, ("llama", "mixtral", "qwen2-tied")),
@@ -130,7 +158,7 @@ def test_a_checkpoint_that_one_process_cannot_read_changes_no_model(
 def test_processes_with_different_checkpoints_are_refused(
     two: Processes, saved: dict[str, str], tmp_path: Path
 ) -> None:
-    build(DENSE, hidden_act="gelu").float().save_pretrained(tmp_path)
+    build(DENSE).float().save_pretrained(tmp_path)
     for text in two.ask(load_process.refused, DENSE, [saved[DENSE], str(tmp_path)]):
         assert text.startswith("PlanError") and "process 1 reads a checkpoint with other tensors" in text
         assert text.endswith("kept")
