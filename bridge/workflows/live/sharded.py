@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.core.arrays import np
+from bridge.core.dtypes import DTYPES
 from bridge.sources.memory import MemorySource, bits_of, open_plain
 from bridge.sources.memory.unwrapped import cut_tensors, unwrapped
 from bridge.sources.source import Wrapped
@@ -24,8 +25,12 @@ class ShardedSource(MemorySource):
         self._last_whole: tuple[str, Any] = "", None
 
     def renew(self) -> None:
-        self._last_whole = "", None
+        self.forget()
         super().renew()
+
+    def forget(self) -> None:
+        """Free the last tensor that was gathered."""
+        self._last_whole = "", None
 
     @property
     def device(self) -> Any:
@@ -70,8 +75,18 @@ class ShardedSource(MemorySource):
             part = replace(ref, index=(inside, *ref.index[1:])).of(local)
         return bits_of(part.detach(), self.specs[name].dtype)
 
+    def gathered_bytes(self, name: str) -> int:
+        """The bytes that must be gathered for a tensor of the checkpoint; 0 if this rank has all of it."""
+        whole = [tensor for part in self._origins[name].parts if _is_distributed(tensor := self._state[part.live])]
+        return sum(tensor.numel() * tensor.element_size() for tensor in whole)
+
     def _whole(self, live: str) -> Any:
-        """A tensor of the model, gathered if it is cut; a stack of experts once for all of them."""
+        """A tensor of the model, gathered if it is cut; a stack of experts once for all of them.
+
+        Only the caller's thread reads what is cut, so that all ranks meet equally often.
+        """
+        if not _is_distributed(self._state[live]):
+            return self._state[live]
         if self._last_whole[0] != live:
             self._last_whole = live, self._gathered(live)
         return self._last_whole[1]
@@ -80,8 +95,6 @@ class ShardedSource(MemorySource):
         import torch
 
         tensor = self._state[live]
-        if not _is_distributed(tensor):
-            return tensor
         if not self._in_rows(live):
             whole = tensor.full_tensor()
             self.ranks.received += whole.nbytes - tensor.to_local().nbytes
@@ -114,13 +127,17 @@ class ShardedSource(MemorySource):
 
 
 class OwnRows(Wrapped):
-    """The rows of a sharded source that this rank holds, by their place in the whole tensors."""
+    """The rows of a sharded source that this rank holds, by their place in the whole tensors; zeros if it has none."""
 
     def __init__(self, base: ShardedSource) -> None:
         super().__init__(base)
         self._own = base
 
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        first, stop = (self._own.rows(name) or [(0, 0)])[self._own.ranks.rank]
+        if first == stop:  # what is encoded of them holds for any values
+            spec = self.specs[name]
+            return np.zeros((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
         return self._own.read_own(name, begin, end)
 
 
@@ -128,9 +145,8 @@ def is_sharded(model: Any) -> bool:
     """Whether ranks hold parts of a module's tensors."""
     import torch
 
-    if not isinstance(model, torch.nn.Module) or not torch.distributed.is_initialized():
-        return False
-    return bool(cut_tensors(model))
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return joined and isinstance(model, torch.nn.Module) and bool(cut_tensors(model))
 
 
 def open_sharded(model: Any, config: Any, ranks: Ranks) -> ShardedSource:

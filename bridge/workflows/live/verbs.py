@@ -27,8 +27,9 @@ from bridge.sources.opening import open_source
 from bridge.sources.source import Source
 from bridge.targets.hf import TARGET
 from bridge.workflows.live.encoding import bytes_of, context_of
+from bridge.workflows.live.parts import held_by_meetings, parts_of
 from bridge.workflows.live.ranks import Ranks
-from bridge.workflows.live.sharded import is_sharded, open_sharded
+from bridge.workflows.live.sharded import ShardedSource, is_sharded, open_sharded
 from bridge.workflows.live.tensors import Tensors
 
 SHOWN = 6  # schemes that a refusal names
@@ -62,7 +63,7 @@ def tensors(
         kv: the numeric of the KV cache; "fp8_cast" needs no calibration.
         config: entries that replace those of the model's config, as `convert` takes them.
         memory: bytes, or "512MB", that encoding and tensors not yet taken may hold; None takes 1 GiB, or what the
-            largest tensor needs.
+            largest tensor needs; on ranks, what their exchange takes on top.
         timeout: seconds that a rank waits for the others.
 
     Raises:
@@ -86,7 +87,7 @@ def tensors(
     ranks = Ranks(timeout)
     try:
         made = planned(open_sharded(model, config, ranks))
-    except BridgeError as error:
+    except Exception as error:
         ranks.fail(error, "bridge.tensors")
     ranks.agree({"plan": made.plan.digest}, "bridge.tensors")
     return made
@@ -105,7 +106,7 @@ def _tensors(resolved: ResolvedRequest, target: str, memory: int | str | None) -
     context = context_of(resolved.plan, source, resolved.calibration, resolved.scheme)
     files = TARGET.files(resolved.plan, source)
     settings = json.loads(files["config.json"]).get("quantization_config", {})
-    return Tensors(context, source, files, settings, _held(memory, resolved.plan))
+    return Tensors(context, source, files, settings, _held(memory, resolved.plan, source))
 
 
 def _check_words(model: Any, quant: Any) -> None:
@@ -121,16 +122,17 @@ def _check_words(model: Any, quant: Any) -> None:
         )
 
 
-def _held(memory: int | str | None, plan: Plan) -> int:
-    """The bytes that may be held; UsageError if the largest step needs more."""
-    context = context_of(plan, None, None, None)  # type: ignore[arg-type]  # sizes come from the plan
-    largest = max(plan.steps, key=lambda step: bytes_of(step, context))
-    least = bytes_of(largest, context)
+def _held(memory: int | str | None, plan: Plan, source: MemorySource) -> int:
+    """The bytes that may be held; UsageError if the largest step, and the meetings of ranks, need more."""
+    largest = max(plan.steps, key=lambda step: bytes_of(step, plan))
+    meetings = held_by_meetings(parts_of(plan, source), source) if isinstance(source, ShardedSource) else 0
+    least = bytes_of(largest, plan) + meetings
     if memory is None:
-        return max(HELD, least)
+        return max(HELD + meetings, least)
     if (given := byte_count(memory, "memory=")) < least:
         raise UsageError(
-            f"memory={size(given)} is too little: {largest.outputs[0].spec.name} takes {size(least)}; give at least "
+            f"memory={size(given)} is too little: {largest.outputs[0].spec.name} takes {size(least - meetings)}"
+            f"{f', and what ranks exchange {size(meetings)}' if meetings else ''}; give at least "
             f"{least} bytes"
         )
     return given
@@ -151,10 +153,11 @@ def _needs_data(resolved: ResolvedRequest, target: str) -> str:
             return False
         return True
 
-    free = islice((name for name in dict.fromkeys(known) if layout_of(name) is None and fits(name)), SHOWN)
+    free = [*islice((name for name in dict.fromkeys(known) if layout_of(name) is None and fits(name)), SHOWN)]
     what = f"quant={resolved.plan.scheme!r}"
     what += f" with kv={resolved.request.kv!r}" if resolved.request.kv else ""
+    others = f", or use a scheme that needs none: {', '.join(free)}" if free else "; every scheme that fits needs some"
     return (
         f"{what} needs statistics of activations, and no calibration was given; pass calib=bridge.calibrate(model, "
-        f"{resolved.plan.scheme!r}), or use a scheme that needs none: {', '.join(free)}"
+        f"{resolved.plan.scheme!r}){others}"
     )
