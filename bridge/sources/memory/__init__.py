@@ -63,7 +63,7 @@ class MemorySource(SourceBase):
         self._model = model
         self._origins = origins
         self._state = without_ties(model, model.state_dict())  # references, no values
-        self._shapes = {name: tensor.shape for name, tensor in self._state.items()}
+        self._planned = {name: (tensor.shape, tensor.dtype) for name, tensor in self._state.items()}
         self._tokenizer = tokenizer
         self._last = threading.local()  # the tensor that each thread reads rows of
 
@@ -87,16 +87,19 @@ class MemorySource(SourceBase):
         return next(iter(self._state.values())).device
 
     def renew(self) -> None:
-        """Read the tensors that the model has now; SourceError if one is gone, has no values, or has another shape."""
+        """Read the tensors that the model has now; SourceError if one is gone, or is not as it was planned."""
         from bridge.sources.live_models.checkpoint_names import without_ties
 
         state = without_ties(self._model, self._model.state_dict())
         wrong: dict[str, list[str]] = {}
-        for name, shape in self._shapes.items():
+        for name, (shape, dtype) in self._planned.items():
             if name not in state:
                 wrong.setdefault("was in the model when it was planned, and is not any more", []).append(name)
             elif state[name].shape != shape:
                 why = f"had shape {tuple(shape)} when it was planned, and has {tuple(state[name].shape)}"
+                wrong.setdefault(why, []).append(name)
+            elif state[name].dtype != dtype:
+                why = f"had dtype {dtype} when it was planned, and has {state[name].dtype}"
                 wrong.setdefault(why, []).append(name)
             elif state[name].device.type == "meta":
                 wrong.setdefault("has no values (meta device, or offloaded)", []).append(name)

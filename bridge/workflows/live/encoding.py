@@ -38,9 +38,9 @@ def context_of(plan: Plan, source: Source, calibration: Calibration | None, sche
     return ConversionContext(plan, source, calibration, scheme, plan.memory, work, FileSettings({}, 1))
 
 
-def bytes_of(step: Step, context: ConversionContext) -> int:
+def bytes_of(step: Step, plan: Plan) -> int:
     """The bytes that a step takes while it runs and until its tensors are handed over."""
-    return working_set(step, context.plan.sources) + step.nbytes
+    return working_set(step, plan.sources) + step.nbytes
 
 
 def encoded(step: Step, context: ConversionContext, buffers: Buffers, amax: float | None) -> list[Tensor]:
@@ -127,7 +127,7 @@ class Encoder:
         with ThreadPoolExecutor(cores(), thread_name_prefix="live") as pool:
             try:
                 for step in self._context.plan.steps:
-                    need = bytes_of(step, self._context)
+                    need = bytes_of(step, self._context.plan)
                     while pending and held + need > self._memory:
                         first, taken, future = pending.popleft()
                         yield first, future.result()

@@ -72,6 +72,9 @@ class Gathering:
         self.ranks, self._kept = ranks, OrderedDict[tuple[str, int | None], Any]()
         self.parts = parts
 
+    def forget(self) -> None:
+        self._kept.clear()
+
     def renew(self, parts: Sequence[Part]) -> None:
         self.parts = parts
         self._kept.clear()
@@ -143,6 +146,9 @@ class MegatronSource(Wrapped, SharedSource):
     @property
     def device(self) -> Any:
         return next(self._models[0].parameters()).device
+
+    def forget(self) -> None:
+        self._gathering.forget()
 
     def renew(self) -> None:
         """Read the parameters that the model has now; SourceError if they are others than those planned."""

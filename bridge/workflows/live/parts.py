@@ -12,6 +12,7 @@ import numpy as np
 from bridge.planning.memory import row_unit
 from bridge.planning.plan import Layout, Output, Plan, Step
 from bridge.quant.codec.arrays import Array
+from bridge.workflows.live.ranks import held_by_gather
 from bridge.workflows.live.sharded import Range, SharedSource
 
 if TYPE_CHECKING:
@@ -59,6 +60,24 @@ class Part:
         """Bytes that each rank makes."""
         return [step.nbytes if step else 0 for step in self.ranks]
 
+    def alone_on(self, rank: int) -> Step | None:
+        """What a rank encodes to yield it without the others; without rows, those of another, as zeros."""
+        constant = any(is_constant(self.step, output) for output in self.step.outputs)
+        if self.ranks[rank] or not self.like_shards or not constant:
+            return self.ranks[rank]
+        return next(step for step in self.ranks if step)
+
+    def yielded(self, rank: int, own: Step, arrays: Sequence[Tensor]) -> tuple[Step, list[Tensor]]:
+        """What a rank yields of the step that it encoded: its rows, and what is of the whole matrix."""
+        import torch
+
+        both = zip(own.outputs, arrays, strict=True)
+        kept = [(output, array) for output, array in both if self.ranks[rank] or is_constant(self.step, output)]
+        for output, array in kept:
+            if output.part == "shape":  # it has the rows of this rank
+                array.view(torch.int64)[0] = max(step.inputs[0].rows[1] for step in self.ranks if step)  # type: ignore[index]
+        return replace(own, outputs=tuple(output for output, _ in kept)), [array for _, array in kept]
+
     def joined(self, arrays: Sequence[Array]) -> list[Tensor]:
         """The outputs of the step from the bytes that the ranks made."""
         import torch
@@ -76,7 +95,9 @@ class Part:
             extents = pieces[0].copy().view(np.int64)
             extents[0] = sum(part.view(np.int64)[0] for part in pieces)
             return extents.view(np.uint8)
-        return pieces[0] if is_constant(self.step, output) else np.concatenate(pieces)
+        if is_constant(self.step, output):
+            return pieces[0].copy()  # it is a part of what was received
+        return np.concatenate(pieces)
 
 
 def is_constant(step: Step, output: Output) -> bool:
@@ -88,6 +109,18 @@ def is_constant(step: Step, output: Output) -> bool:
 def parts_of(plan: Plan, source: SharedSource) -> list[Part]:
     """Where each step of a plan runs; the same on every rank."""
     return [_part(step, source) for step in plan.steps]
+
+
+def held_by_meetings(parts: Sequence[Part], source: SharedSource) -> int:
+    """Bytes that are held at most beside the steps: those of one meeting, and the last tensor that was gathered."""
+    meetings, wholes, size = [0], [0], source.ranks.size
+    for part in parts:
+        if part.place is Place.OWN:
+            meetings.append(held_by_gather(part.sizes))
+        elif part.place is Place.WHOLE:
+            wholes += [source.gathered_bytes(one.source) for one in part.step.inputs if one.source]
+    meetings.append(held_by_gather([-(-max(wholes) // size)] * size) if max(wholes) else 0)
+    return max(meetings) + max(wholes)
 
 
 def _part(step: Step, source: SharedSource) -> Part:

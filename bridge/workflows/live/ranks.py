@@ -20,6 +20,12 @@ from bridge.quant.codec.arrays import Array
 _ABSENT = re.compile(r"Ranks? ([\d, ]+) failed to pass")  # of gloo's message on rank 0
 
 
+def held_by_gather(sizes: Sequence[int]) -> int:
+    """Bytes that `Ranks.gather` holds at most, with those that it is given."""
+    received = len(sizes) if sum(map(bool, sizes)) > 1 else 0
+    return (received + 3) * (max(sizes) + 1)
+
+
 class Ranks:
     """All ranks of the default process group. `received`: bytes of weights that came from other ranks so far."""
 
@@ -60,7 +66,7 @@ class Ranks:
 
         with self._reached(what):
             distributed.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
-            self._meeting.raise_everywhere(error)
+        self._meeting.raise_everywhere(error)  # outside: it may be a RuntimeError of this rank
 
     def gather(self, mine: Array, sizes: Sequence[int], error: Exception | None, what: str) -> list[Array]:
         """The bytes of all ranks, by rank; `sizes` of each. If one of them has an error instead, all raise it."""

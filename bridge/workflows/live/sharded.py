@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.core.arrays import np
+from bridge.core.dtypes import DTYPES
 from bridge.core.values import TensorSpec
 from bridge.sources.memory import MemorySource, bits_of, open_plain
 from bridge.sources.memory.unwrapped import cut_tensors, unwrapped
@@ -34,6 +35,13 @@ class SharedSource(SourceBase):
         """Whether ranks hold a tensor as `torch.chunk` would cut it."""
         return False
 
+    def gathered_bytes(self, name: str) -> int:
+        """The bytes that must be gathered for a tensor of the checkpoint; 0 if this rank has all of it."""
+        return self.specs[name].nbytes
+
+    def forget(self) -> None:
+        """Free what was gathered last."""
+
     def own(self, name: str, begin: int, end: int) -> Any:
         """Rows of a tensor that this rank holds, where they are; `begin` and `end` count in the whole tensor."""
         raise AssertionError(f"{name}: its rows are on several ranks")
@@ -47,8 +55,12 @@ class ShardedSource(MemorySource, SharedSource):
         self._last_whole: tuple[str, Any] = "", None
 
     def renew(self) -> None:
-        self._last_whole = "", None
+        self.forget()
         super().renew()
+
+    def forget(self) -> None:
+        """Free the last tensor that was gathered."""
+        self._last_whole = "", None
 
     @property
     def device(self) -> Any:
@@ -87,8 +99,18 @@ class ShardedSource(MemorySource, SharedSource):
         inside = (at[0] + begin - first, at[0] + end - first)
         return replace(ref, index=(inside, *ref.index[1:])).of(local)
 
+    def gathered_bytes(self, name: str) -> int:
+        """The bytes that must be gathered for a tensor of the checkpoint; 0 if this rank has all of it."""
+        whole = [tensor for part in self._origins[name].parts if _is_distributed(tensor := self._state[part.live])]
+        return sum(tensor.numel() * tensor.element_size() for tensor in whole)
+
     def _whole(self, live: str) -> Any:
-        """A tensor of the model, gathered if it is cut; a stack of experts once for all of them."""
+        """A tensor of the model, gathered if it is cut; a stack of experts once for all of them.
+
+        Only the caller's thread reads what is cut, so that all ranks meet equally often.
+        """
+        if not _is_distributed(self._state[live]):
+            return self._state[live]
         if self._last_whole[0] != live:
             self._last_whole = live, self._gathered(live)
         return self._last_whole[1]
@@ -97,8 +119,6 @@ class ShardedSource(MemorySource, SharedSource):
         import torch
 
         tensor = self._state[live]
-        if not _is_distributed(tensor):
-            return tensor
         if not self._in_rows(live):
             whole = tensor.full_tensor()
             self.ranks.received += whole.nbytes - tensor.to_local().nbytes
@@ -132,30 +152,38 @@ class ShardedSource(MemorySource, SharedSource):
 
 
 class OwnRows(Wrapped):
-    """The rows of a sharded source that this rank holds, by their place in the whole tensors."""
+    """The rows of a sharded source that this rank holds, by their place in the whole tensors; zeros if it has none."""
 
     def __init__(self, base: Source, own: SharedSource) -> None:
         super().__init__(base)
         self._own = own
 
     def read_rows(self, name: str, begin: int, end: int, out: np.ndarray | None = None) -> np.ndarray:
+        if not self._has_rows(name):  # what is encoded of them holds for any values
+            spec = self.specs[name]
+            return np.zeros((end - begin, *spec.shape[1:]), DTYPES[spec.dtype].storage)
         return bits_of(self._own.own(name, begin, end), self.specs[name].dtype)
 
     def on_device(self, name: str, rows: Range | None = None) -> Any:
         """Return rows of a tensor where they are, not to be changed; None if they are coded on the host."""
         from bridge.quant.codec.on_device import HOST, best_way
 
+        if not self._has_rows(name):
+            return None
         own = self._own.own(name, *(rows or (0, self.specs[name].shape[0])))
         return None if best_way(own) == HOST else own
+
+    def _has_rows(self, name: str) -> bool:
+        first, stop = (self._own.rows(name) or [(0, 0)] * self._own.ranks.size)[self._own.ranks.rank]
+        return first < stop
 
 
 def is_sharded(model: Any) -> bool:
     """Whether ranks hold parts of a module's tensors."""
     import torch
 
-    if not isinstance(model, torch.nn.Module) or not torch.distributed.is_initialized():
-        return False
-    return bool(cut_tensors(model))
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return joined and isinstance(model, torch.nn.Module) and bool(cut_tensors(model))
 
 
 def open_sharded(model: Any, config: Any, ranks: Ranks) -> ShardedSource:

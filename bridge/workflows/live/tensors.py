@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.core.dtypes import DTYPES
 from bridge.core.errors import LiveError, SourceError
 from bridge.core.formats.safetensors import stored_shape
+from bridge.core.text import size
 from bridge.core.values import TensorSpec
 from bridge.planning.plan import Output, Plan, Step
 from bridge.streaming.context import ConversionContext
@@ -82,6 +83,11 @@ class Tensors:
     def received(self) -> int:
         """Bytes of weights and codes that this rank got from the others so far."""
         return self._model.ranks.received if isinstance(self._model, SharedSource) else 0
+
+    def __repr__(self) -> str:
+        nbytes = size(sum(one.nbytes for one in self.metadata))
+        where = self.plan.program or self.plan.target
+        return f"<bridge.tensors: {self.plan.scheme} for {where}, {len(self)} tensors, {nbytes}>"
 
     def __len__(self) -> int:
         return len(self.metadata)

@@ -13,8 +13,8 @@ from bridge.api.plans import plan_of, scheme_of
 from bridge.api.request import Request, ResolvedRequest, resolve
 from bridge.api.sensitivity.budget import is_automatic
 from bridge.api.words import KvName, SchemeName, TargetName, TargetOptions
-from bridge.core.errors import BridgeError, CalibrationError, SourceError, UsageError
-from bridge.core.text import byte_count, size
+from bridge.core.errors import BridgeError, CalibrationError, SchemeError, SourceError, UsageError
+from bridge.core.text import byte_count, named, size
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.plan import Plan
 from bridge.quant.calibration import Calibration
@@ -28,8 +28,9 @@ from bridge.sources.source import Source
 from bridge.targets.hf import TARGET
 from bridge.workflows.live.encoding import bytes_of, context_of
 from bridge.workflows.live.megatron import MegatronSource, boxes_of, models_of, open_megatron, own_parts
+from bridge.workflows.live.parts import held_by_meetings, parts_of
 from bridge.workflows.live.ranks import Ranks
-from bridge.workflows.live.sharded import is_sharded, open_sharded
+from bridge.workflows.live.sharded import SharedSource, is_sharded, open_sharded
 from bridge.workflows.live.tensors import Tensors
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ def tensors(
         kv: the numeric of the KV cache; "fp8_cast" needs no calibration.
         config: entries that replace those of the model's config, as `convert` takes them.
         memory: bytes, or "512MB", that encoding and tensors not yet taken may hold; None takes 1 GiB, or what the
-            largest tensor needs.
+            largest tensor needs; on ranks, what their exchange takes on top.
         timeout: seconds that a rank waits for the others.
 
     Raises:
@@ -104,7 +105,7 @@ def _told(run: Callable[[], T], ranks: Ranks) -> T:
     """What `run` returns; an error of it is raised on all ranks, at their next meeting."""
     try:
         return run()
-    except BridgeError as error:
+    except Exception as error:
         ranks.fail(error, WHERE)
 
 
@@ -119,12 +120,17 @@ def _tensors(resolved: ResolvedRequest, target: str, memory: int | str | None) -
         raise UsageError(
             f"target {target!r}: writes no checkpoint that a server loads tensor by tensor; use vllm, sglang or hf"
         )
+    if any(step.format.chosen for step in resolved.plan.quantized if step.format):
+        raise SchemeError(
+            f"quant={resolved.plan.scheme!r}: its codes are chosen for the weights that calibrated, and a trainer "
+            "changes them; use a scheme that codes weights as they are, such as int4:rtn, int4:imatrix or nvfp4_wo:mse"
+        )
     if resolved.uncalibrated:
         raise CalibrationError(_needs_data(resolved, target))
     context = context_of(resolved.plan, source, resolved.calibration, resolved.scheme)
     files = TARGET.files(resolved.plan, source)
     settings = json.loads(files["config.json"]).get("quantization_config", {})
-    return Tensors(context, source, files, settings, _held(memory, resolved.plan))
+    return Tensors(context, source, files, settings, _held(memory, resolved.plan, source))
 
 
 def _check_words(model: Any, quant: Any) -> None:
@@ -134,22 +140,30 @@ def _check_words(model: Any, quant: Any) -> None:
             "model.merge_and_unload(), or let the server load the adapter itself"
         )
     if is_automatic(quant) or layout_of(quant) is not None:
+        verb, made = ("sensitivity", "makes a recipe") if is_automatic(quant) else ("calibrate", "chooses a rule")
         raise UsageError(
-            f"quant={quant!r} measures the model first; make a recipe with `qbridge sensitivity`, or name one rule, "
-            "'int4:rtn' for example"
+            f"quant={quant!r} measures the model first: `qbridge {verb}` {made}; or name one, 'int4:rtn' for example"
+        )
+    chunks = model if isinstance(model, list | tuple) else [model]
+    parameters = (pair for chunk in chunks if hasattr(chunk, "named_parameters") for pair in chunk.named_parameters())
+    if empty := [name for name, parameter in parameters if getattr(parameter, "is_meta", False)]:
+        raise SourceError(
+            f"{type(model).__name__} in memory: {named(empty)}: on the meta device, without values; call "
+            "model.to_empty(device=...) and load a checkpoint, with bridge.load(model, ...) for example"
         )
 
 
-def _held(memory: int | str | None, plan: Plan) -> int:
-    """The bytes that may be held; UsageError if the largest step needs more."""
-    context = context_of(plan, None, None, None)  # type: ignore[arg-type]  # sizes come from the plan
-    largest = max(plan.steps, key=lambda step: bytes_of(step, context))
-    least = bytes_of(largest, context)
+def _held(memory: int | str | None, plan: Plan, source: Source) -> int:
+    """The bytes that may be held; UsageError if the largest step, and the meetings of ranks, need more."""
+    largest = max(plan.steps, key=lambda step: bytes_of(step, plan))
+    meetings = held_by_meetings(parts_of(plan, source), source) if isinstance(source, SharedSource) else 0
+    least = bytes_of(largest, plan) + meetings
     if memory is None:
-        return max(HELD, least)
+        return max(HELD + meetings, least)
     if (given := byte_count(memory, "memory=")) < least:
         raise UsageError(
-            f"memory={size(given)} is too little: {largest.outputs[0].spec.name} takes {size(least)}; give at least "
+            f"memory={size(given)} is too little: {largest.outputs[0].spec.name} takes {size(least - meetings)}"
+            f"{f', and what ranks exchange {size(meetings)}' if meetings else ''}; give at least "
             f"{least} bytes"
         )
     return given
@@ -170,10 +184,11 @@ def _needs_data(resolved: ResolvedRequest, target: str) -> str:
             return False
         return True
 
-    free = islice((name for name in dict.fromkeys(known) if layout_of(name) is None and fits(name)), SHOWN)
+    free = [*islice((name for name in dict.fromkeys(known) if layout_of(name) is None and fits(name)), SHOWN)]
     what = f"quant={resolved.plan.scheme!r}"
     what += f" with kv={resolved.request.kv!r}" if resolved.request.kv else ""
+    others = f", or use a scheme that needs none: {', '.join(free)}" if free else "; every scheme that fits needs some"
     return (
         f"{what} needs statistics of activations, and no calibration was given; pass calib=bridge.calibrate(model, "
-        f"{resolved.plan.scheme!r}), or use a scheme that needs none: {', '.join(free)}"
+        f"{resolved.plan.scheme!r}){others}"
     )

@@ -81,9 +81,9 @@ def there(**named: Any) -> dict[str, Any]:
         on_device.best_way, encoding.write_step = best, plain
 
 
-def local(family: str, scheme: str | None) -> dict[str, Any]:
+def local(family: str, scheme: str | None, **fields: Any) -> dict[str, Any]:
     """What each rank yields by itself, joined by `metadata` alone."""
-    plain, model = trainer(family)
+    plain, model = trainer(family, **fields)
     source, whole = bridge.tensors(model, "vllm", scheme), dict(bridge.tensors(plain, "vllm", scheme))
     before = source.received
     mine, differing = dict(source.local()), []
@@ -93,8 +93,8 @@ def local(family: str, scheme: str | None) -> dict[str, Any]:
         if meta.owner is not None:
             wanted = wanted if meta.owner == RANK else None  # type: ignore[assignment]
         elif meta.sharded:
-            chunks = wanted.view(torch.uint8).chunk(RANKS)
-            wanted = chunks[RANK] if len(chunks) > RANK else wanted.view(torch.uint8)[:0]
+            chunks = wanted.chunk(RANKS)
+            wanted = chunks[RANK] if len(chunks) > RANK else wanted[:0]
         own = mine.pop(meta.name, None)
         if wanted is None or not wanted.numel():
             differing += [] if own is None else [meta.name]
@@ -116,6 +116,8 @@ def failing(kind: str) -> dict[str, Any]:
             bridge.tensors(model, "vllm", "fp8_pc_pt", memory="1MB" if RANK else None, timeout=TIMEOUT)
         scheme = "nvfp4_wo" if kind == "nan-under-one-scale" else "fp8_pc_pt"
         source = bridge.tensors(model, "vllm", scheme, timeout=TIMEOUT)
+        if kind == "memory" and RANK == 1:
+            source._encoder._encode = exhausted  # type: ignore[method-assign, assignment]
         if kind.startswith("nan") and RANK == 1:
             model.model.layers[1].mlp.up_proj.weight.to_local().detach()[0, 5] = float("nan")
         if kind == "reshaped" and RANK == 1:
@@ -129,6 +131,55 @@ def failing(kind: str) -> dict[str, Any]:
     except Exception as error:
         return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
     return {"error": "", "text": "", "seconds": time.monotonic() - start}
+
+
+def exhausted(*_: Any) -> Any:
+    raise RuntimeError("CUDA out of memory")
+
+
+def not_shared(last: bool) -> dict[str, Any]:
+    """A tensor that every rank has whole is not finite on rank 1; `last`: no tensor that ranks share follows it."""
+    _, model = trainer("DeepseekV3ForCausalLM")
+    source = bridge.tensors(model, "vllm", "int8_wo", timeout=TIMEOUT)
+    encoder: Any = source._encoder
+    if last:
+        encoder._parts.sort(key=lambda part: part.place == "here")
+    if RANK == 1:
+        next(tensor for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias"))[1] = float(
+            "nan"
+        )
+    start = time.monotonic()
+    try:
+        seen = [name == meta.name for (name, _), meta in zip(source, source.metadata, strict=True)]
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
+    return {"error": "", "text": "", "seen": seen}
+
+
+def held() -> dict[str, Any]:
+    """What meetings hold, beside what is counted for them; and the bytes that reading one tensor twice takes."""
+    plain, model = trainer("Qwen3MoeForCausalLM")
+    least = []
+    for one in (plain, model):
+        try:
+            bridge.tensors(one, "vllm", "fp8_block_dynamic", memory=1)
+        except Exception as error:
+            least.append(int(str(error).split()[-2]))
+    source = bridge.tensors(model, "vllm", "fp8_block_dynamic")
+    model_source: Any = source._model
+    gather, meetings = model_source.ranks.gather, [0]
+
+    def gathered(mine: Any, sizes: Any, *rest: Any) -> Any:
+        meetings.append(mine.nbytes + (max(sizes) + 1) * (RANKS if sum(map(bool, sizes)) > 1 else 1))
+        return gather(mine, sizes, *rest)
+
+    model_source.ranks.gather = gathered
+    source.digest()
+    freed = model_source._last_whole == ("", None)
+    model_source._state["plain"] = torch.zeros(3)
+    name = next(one for one in model_source._state if one.endswith("experts.down_proj"))
+    before, _ = len(meetings), [model_source._whole(one) for one in (name, "plain", name)]
+    return {"counted": least[1] - least[0], "held": max(meetings), "freed": freed, "again": len(meetings) - before}
 
 
 def dead() -> dict[str, Any]:
@@ -146,7 +197,15 @@ def dead() -> dict[str, Any]:
     return {"error": ""}
 
 
-CASES: dict[str, Any] = {"equal": equal, "there": there, "local": local, "failing": failing, "dead": dead}
+CASES: dict[str, Any] = {
+    "equal": equal,
+    "there": there,
+    "local": local,
+    "failing": failing,
+    "dead": dead,
+    "held": held,
+    "not_shared": not_shared,
+}
 
 
 def main() -> None:

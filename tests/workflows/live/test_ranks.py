@@ -138,6 +138,38 @@ def test_one_error_ends_all_ranks_in_time(kind: str, error: str, text: str, pair
 
 
 @pytest.mark.slow
+def test_an_error_that_is_not_ours_keeps_its_words(pair: Trainers) -> None:
+    other, own = pair.ask("failing", kind="memory")
+    assert own["error"] == "RuntimeError" and own["text"] == "CUDA out of memory"
+    assert "CUDA out of memory" in other["text"] and max(other["seconds"], own["seconds"]) < 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [False, True])
+def test_an_error_in_what_ranks_do_not_share_ends_all(last: bool, pair: Trainers) -> None:
+    for reply in pair.ask("not_shared", last=last):
+        assert reply["error"] == "SourceError" and "e_score_correction_bias: holds NaN" in reply["text"]
+        assert reply["seconds"] < 8  # none waited for the others in vain
+
+
+@pytest.mark.slow
+def test_what_ranks_exchange_counts_as_memory_and_is_freed(pair: Trainers) -> None:
+    for reply in pair.ask("held"):
+        assert 0 < reply["held"] <= reply["counted"]
+        assert reply["freed"]
+        assert reply["again"] == 1  # a tensor that is not cut does not displace one that was gathered
+
+
+@pytest.mark.slow
+def test_a_rank_without_rows_yields_what_is_of_the_whole_matrix(tmp_path: Path) -> None:
+    six_rows = {"num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 6}  # of k_proj: 2, 2, 2, and none
+    with running(4, tmp_path) as trainers:
+        for scheme in ("nvfp4_wo", "fp8_pc_pt", "int4:rtn"):
+            for reply in trainers.ask("local", family="LlamaForCausalLM", scheme=scheme, **six_rows):
+                assert reply["differing"] == []
+
+
+@pytest.mark.slow
 def test_ranks_are_told_that_one_died(tmp_path: Path) -> None:
     with running(2, tmp_path) as trainers:
         reply, nothing = trainers.ask("dead")
