@@ -16,7 +16,6 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "bridge.convert", "bridge.plan", "bridge.estimate", "bridge.calibrate", "bridge.verify", "bridge.run",
             "bridge.engine", "bridge.check", "bridge.repair",
             "bridge.sensitivity", "bridge.prune", "bridge.pruned", "bridge.search", "bridge.distill", "bridge.chain",
-            "bridge.tensors", "bridge.live.digest", "bridge.live.sglang", "bridge.load",
             "bridge.inspect", "bridge.inspecting", "bridge.batch",
             "bridge.golden.record", "bridge.golden.check", "bridge.golden.diff",
         ),
