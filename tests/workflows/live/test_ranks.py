@@ -67,8 +67,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
         yield trainers
 
 
+def _named(value: dict[str, Any] | set[str]) -> str:
+    return " ".join(map(str, value.values() if isinstance(value, dict) else sorted(value)))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("given", "places"), EQUAL, ids=str)
+@pytest.mark.parametrize(("given", "places"), EQUAL, ids=_named)
 def test_every_rank_yields_the_tensors_of_the_whole_model(
     given: dict[str, Any], places: set[str], pair: Trainers
 ) -> None:
@@ -78,7 +82,7 @@ def test_every_rank_yields_the_tensors_of_the_whole_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("given", "places"), [EQUAL[n] for n in (0, 2, 3, 5)], ids=str)
+@pytest.mark.parametrize(("given", "places"), [EQUAL[n] for n in (0, 2, 3, 5)], ids=_named)
 def test_ranks_encode_where_their_rows_are(given: dict[str, Any], places: set[str], pair: Trainers) -> None:
     wanted = [reply["received"] for reply in pair.ask("equal", **given)]
     for reply, received in zip(pair.ask("there", **given), wanted, strict=True):
