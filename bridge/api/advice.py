@@ -9,7 +9,7 @@ from bridge.core.errors import TableError
 from bridge.core.mappings import mappings, read_table
 from bridge.core.values import EITHER, code_bits
 from bridge.planning.programs import Contract, Runtime
-from bridge.quant.schemes.catalog import scheme_names
+from bridge.quant.schemes.catalog import RULE, scheme_names
 from bridge.quant.schemes.load import load_scheme
 from bridge.quant.schemes.quality import DITHERED, Quality, read_quality
 from bridge.quant.schemes.scheme import Scheme
@@ -114,6 +114,11 @@ def best_of(names: list[str]) -> str:
     return min((name for name in names if divergence(name) is not None), key=lambda n: divergence(n) or 0, default="")
 
 
-def divergence(name: str) -> float | None:
-    """The KL divergence of a scheme on SmolLM2-135M, dithered; None if it was not measured."""
-    return read_quality().get(name, {}).get(DITHERED, Quality()).kl
+def measured_as(name: str, target: str) -> str:
+    """The row of the table of quality for the file that a target writes: a rule's row alone is of target hf."""
+    return f"{name} --target {target}" if RULE in name and target != "hf" else name
+
+
+def divergence(name: str, target: str = "hf") -> float | None:
+    """The KL divergence of a scheme on SmolLM2-135M, dithered, in a target's file; None if it was not measured."""
+    return read_quality().get(measured_as(name, target), {}).get(DITHERED, Quality()).kl

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from bridge.api.advice import divergence, loaded_by, recommended
+from bridge.api.advice import divergence, loaded_by, measured_as, recommended
 from bridge.core.mappings import find_table_file, table_files
 from bridge.core.text import number
 from bridge.planning.contract_files import load_runtime
@@ -28,13 +28,13 @@ def schemes(every: bool, runtime: str | None) -> tuple[Any, list[Any]]:
     program = None if runtime is None else load_runtime(runtime)
     known = scheme_names() if program is None else loaded_by(program)
     chosen = dict.fromkeys(known, "") if every else recommended(program)
-    rows = list(_rows(chosen))
+    rows = list(_rows(chosen, program.contracts[0].target if program else "hf"))
     return [scheme_data(load_scheme(name)) for name in known], [
         Columns(COLUMNS, rows, (1, 2, 3), wrap=False), "", _note(len(chosen), len(known), runtime)
     ]  # fmt: skip
 
 
-def _rows(chosen: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+def _rows(chosen: Mapping[str, str], target: str) -> Iterator[tuple[str, ...]]:
     """A row a scheme, rules of choosing codes below the scheme or the layout whose files they write."""
     names = {name: f"  {name}" if RULE in name else name for name in _in_order(chosen)}
     text = WIDTH - sum((max(map(len, names.values())), 4, 2, 6, 4)) - 2 * len(COLUMNS)
@@ -42,8 +42,8 @@ def _rows(chosen: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
         if name not in chosen:
             yield shown, "", "", "", "", _wrapped([_best_words(name)], text)
             continue
-        scheme, kl = load_scheme(name), divergence(name)
-        quality = read_quality().get(name, {}).get(DITHERED, Quality())
+        scheme, kl = load_scheme(name), divergence(name, target)
+        quality = read_quality().get(measured_as(name, target), {}).get(DITHERED, Quality())
         bits, loss = quality.bits or nominal_bits(scheme), "-" if kl is None else f"{kl:.4f}"
         summary = scheme.summary.removesuffix(WEIGHTS_ONLY)
         yield shown, f"{bits:.2f}", f"{input_bits(scheme):g}", loss, _data(scheme), _wrapped(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from bridge.cli.flags import in_flags
 from bridge.core.errors import BridgeError, BridgeWarning, Stopped, disk_is_full, notes_of, printable
 from bridge.core.progress import Progress, no_progress
-from bridge.core.progress_bar import Bars, bars, console
+from bridge.core.progress_bar import Bars, LogLines, bars, console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -229,4 +229,6 @@ def _redirected(log: TextIO, debug: bool) -> Iterator[None]:
 
 
 def _bars(err: TextIO, quiet: bool) -> AbstractContextManager[Progress]:
-    return nullcontext(no_progress) if quiet or not err.isatty() else bars(err)
+    if quiet:
+        return nullcontext(no_progress)
+    return bars(err) if err.isatty() else nullcontext(LogLines(err.write))

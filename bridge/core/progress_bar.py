@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 REFRESH = 0.2  # seconds between two pictures of the bars in a notebook
+EVERY = 30.0  # seconds between two lines in a log
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -143,6 +144,22 @@ class NotebookBars:
                 return
             self._last = now
             self._handle.update(self._html("<br>".join(map(_bar, self._texts, self._texts.values()))))
+
+
+class LogLines:
+    """A line every half minute, for logs: the work that runs, and how much of it is done."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
+        self._last = time.monotonic()
+        self._lock = threading.Lock()
+
+    def __call__(self, done: int, total: int, text: str) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if text and now - self._last >= EVERY:
+                self._last = now
+                self._write(f"{text} {done / total:.0%}\n" if total else f"{text}\n")
 
 
 def _bar(text: str, state: tuple[int, int]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bridge.api.advice import best_of, read_advice
+from bridge.api.advice import best_of, measured_as, read_advice
 from bridge.core.mappings import mappings, read_table
 from bridge.planning.contract_files import load_runtime
 from bridge.planning.programs import Runtime
 from bridge.quant.describe import contract_words
-from bridge.quant.schemes.catalog import RULE, scheme_names
+from bridge.quant.schemes.catalog import scheme_names
 from bridge.quant.schemes.load import load_scheme
 from docs.generate.matrix import table
 from docs.generate.quality import kl_words
@@ -35,7 +35,7 @@ def advice() -> str:
 def _kl(name: str, program: str) -> str:
     """The KL of the file that a program's target writes: a rule's row alone is of compressed-tensors."""
     target = load_runtime(program).contracts[0].target
-    return kl_words(f"{name} --target {target}" if RULE in name and target != "hf" else name)
+    return kl_words(measured_as(name, target))
 
 
 def gpus() -> str:

@@ -325,3 +325,13 @@ def test_programs_fit_80_columns() -> None:
     assert len(data) > 8 and max(map(len, lines)) <= 80
     at = next(n for n, line in enumerate(lines) if line.split()[:2] == ["vllm", "vLLM"])
     assert re.search(r"--target hf --format modelopt +\d+ schemes$", lines[at + 1])
+
+
+def test_a_rule_has_the_figures_of_the_file_that_a_program_loads() -> None:
+    """GPTQ's codes cost more in the layout of MLX than in that of vLLM."""
+    shown = {name: "\n".join(listed(False, name)[1]) for name in ("mlx", "vllm")}
+    found = {name: re.search(r"int4:gptq +[\d.]+ +16 +([\d.]+)", text) for name, text in shown.items()}
+    figures = {name: match and float(match[1]) for name, match in found.items()}
+    quality = read_quality()
+    assert figures["mlx"] == pytest.approx(quality["int4:gptq --target mlx"][DITHERED].kl, abs=1e-4)
+    assert figures["vllm"] == pytest.approx(quality["int4:gptq"][DITHERED].kl, abs=1e-4)

@@ -11,6 +11,7 @@ import pytest
 
 from bridge.cli.main import app
 from bridge.cli.terminal import session
+from bridge.core import progress_bar
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
 
@@ -54,6 +55,7 @@ def test_what_a_library_had_begun_is_not_told_after_a_signal() -> None:
     code = """
 import signal, sys
 from bridge.cli.terminal import session
+from bridge.core import progress_bar
 
 async def asked():
     pass
@@ -64,3 +66,18 @@ with session():
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (143, "stopped by SIGTERM; nothing half-written is left\n")
+
+
+def test_a_log_gets_a_line_every_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lines = [100.0], list[str]()
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: now[0])
+    log = progress_bar.LogLines(lines.append)
+    for seconds, done, total, text in (
+        (10, 1, 10, "calibrate"),
+        (31, 4, 10, "calibrate"),
+        (40, 9, 10, "calibrate"),
+        (62, 0, 0, "plan"),
+    ):
+        now[0] = 100.0 + seconds
+        log(done, total, text)
+    assert lines == ["calibrate 40%\n", "plan\n"]

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from bridge.core.progress import Progress
+from bridge.core.progress_bar import EVERY
 from bridge.core.text import number
 from bridge.workflows.batch.report import BatchReport
 from bridge.workflows.batch.values import Event, Outcome, line
-
-EVERY = 30.0  # seconds between two lines on a running job
 
 
 class Observer(Protocol):

@@ -42,7 +42,7 @@ def test_the_folder_of_a_batch_stays_while_it_has_a_calibration(tmp_path: Path) 
         calibration_file(folder, "k").write_text("statistics")
         raise KeyboardInterrupt
     (note,) = stopped.value.__notes__
-    assert note.startswith(KEPT) and "the same command goes on from there, --no-resume" in note
+    assert note.startswith(KEPT) and "the same command goes on from there, resume=False (--no-resume)" in note
     assert names(work) == ["k.safetensors", LOCK]
     with _folder(tmp_path / "s.json", BatchOptions()) as folder:
         assert names(folder) == ["k.safetensors", LOCK]
