@@ -73,7 +73,9 @@ def test_an_error_that_makes_the_work_worthless_removes_it(tmp_path: Path) -> No
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize(("resume", "how"), [(True, "the same command"), (False, "the command without --no-resume")])
+@pytest.mark.parametrize(
+    ("resume", "how"), [(True, "the same command"), (False, "the command without resume=False (--no-resume)")]
+)
 def test_a_full_disk_keeps_what_is_done(resume: bool, how: str, tmp_path: Path) -> None:
     opened = output_directory(tmp_path / "model", "a", resume=resume)
     with pytest.raises(WriteError, match=r"the disk is full\. Free") as told, opened as work:
