@@ -159,7 +159,7 @@ def test_what_cannot_be_heard_is_refused(tmp_path: Path) -> None:
         bridge.run(converted("whisper"), "", audio=tmp_path / "long.wav")
     with pytest.raises(UsageError, match="the model hears one sound, and 0 were given"):
         bridge.run(converted("whisper"), "The value")
-    with pytest.raises(UsageError, match=r"hears a sound, and no chat; leave out chat \(--chat\)"):
+    with pytest.raises(UsageError, match=r"hears a sound, and no chat; leave out chat=True \(--chat\)"):
         bridge.run(converted("whisper"), "", audio=tmp_path / "sound.wav", chat=True)
     with pytest.raises(UsageError, match=r"Found total 0 <\|AUDIO\|> tokens(.|\n)*write <\|AUDIO\|> into the text"):
         bridge.run(converted("qwen2-audio"), "The value", audio=tmp_path / "sound.wav")

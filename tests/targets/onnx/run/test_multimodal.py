@@ -135,7 +135,7 @@ def test_run_says_what_is_wrong_with_an_image(tmp_path: Path) -> None:
         bridge.run(converted(None), "The value", image=tmp_path / "image.png")
     bare = shutil.copytree(converted(None), tmp_path / "bare")
     (bare / "chat_template.jinja").unlink()
-    with pytest.raises(UsageError, match=r"the processor has no chat template; leave out chat \(--chat\)"):
+    with pytest.raises(UsageError, match=r"the processor has no chat template; leave out chat=True \(--chat\)"):
         bridge.run(bare, "The value", image=tmp_path / "image.png", chat=True)
     bridge.convert(LLAMA, "trt", None, tmp_path / "llama", verify=False, progress=False)
     with pytest.raises(UsageError, match="LlamaForCausalLM reads no images"):

@@ -80,7 +80,7 @@ def _other(directory: Path) -> Path:
 
 def test_what_reads_an_image_alone_takes_one_and_no_chat(tmp_path: Path) -> None:
     picture(tmp_path / "image.png")
-    with pytest.raises(UsageError, match=r"reads an image, and no chat; leave out chat \(--chat\)"):
+    with pytest.raises(UsageError, match=r"reads an image, and no chat; leave out chat=True \(--chat\)"):
         bridge.run(converted("trt"), "The value", image=tmp_path / "image.png", chat=True)
     with pytest.raises(UsageError, match="the model reads one image, and 2 were given"):
         bridge.run(converted("trt"), "", image=[tmp_path / "image.png"] * 2)
